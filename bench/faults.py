@@ -41,7 +41,7 @@ from meshwright.step import gradients
 from meshwright.step.health import HealthReader
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.first_tensor import Alarm, First, Watch, name_first
-from meshwright.trainer.silent import odd_replicas, shard_sums
+from meshwright.trainer.replicas import find_odd_replicas, shard_sums
 from meshwright.words import AXES
 
 WARM = 120
@@ -636,12 +636,12 @@ def _named(
     first: First | None = None
     if not alarm.finite:
         first = name_first(runner.device_run, state, batch, alarm, None)
-    names, devices = odd_replicas(state.params, shard_sums(state.params))
+    odd = find_odd_replicas(state.params, shard_sums(state.params))
     said = "; ".join([alarm.reason, *suspects])
     if first is not None:
         said += f"; {first.tensor}: {first.what} in sequences {first.sequences} {first.device}"
-    if names:
-        said += f"; {names[0]} of device {', '.join(str(d.id) for d in devices)}"
+    if odd is not None:
+        said += f"; {odd.names[0]} of device {', '.join(str(d.id) for d in odd.devices)}"
     found = any(word in said for word in fault.expected)
     if fault.device is not None:
         found = f"device {fault.device}" in said

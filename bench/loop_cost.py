@@ -109,7 +109,7 @@ class StepRunner:
             self.batch = next(self.feed)
             metrics = self._advance()
             _check(meter.read())
-            meter.push(number, metrics)
+            meter.push(number, metrics, number * run.training.batch)
         _check(meter.read())
         return (time.perf_counter() - began) / steps
 

@@ -90,6 +90,7 @@ FAMILIES = {
     "ministral3": ("meshwright.models.families.ministral3", "Ministral3"),
     "mistral4": ("meshwright.models.families.mistral4", "Mistral4"),
     "mixtral": ("meshwright.models.families.mixtral", "Mixtral"),
+    "nemotron_h": ("meshwright.models.families.nemotron_h", "NemotronH"),
     "olmo3": ("meshwright.models.families.olmo3", "Olmo3"),
     "qwen2_moe": ("meshwright.models.families.qwen2_moe", "Qwen2Moe"),
     "qwen3_5": ("meshwright.models.families.qwen3_5", "Qwen35"),

@@ -63,7 +63,7 @@ ROWS = (
     "llama", "llama-3.1", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gpt2", "olmo-2", "gpt-oss", "llama-4",
     "llama-4-scout", "gemma-2", "olmo-3", "gemma-3", "deepseek-v3", "deepseek-v2-lite", "qwen3-next",
     "phi-4", "smollm3", "glm-4.5", "qwen3.5", "qwen3.5-moe",
-    "gemma-4", "gemma-4-dense", "granite", "granite-moe", "granite-4", "granite-4-moe",
+    "gemma-4", "gemma-4-dense", "granite", "granite-moe", "granite-4", "granite-4-moe", "nemotron-h",
     "arcee", "cohere", "cohere2", "hunyuan", "ministral-3", "mistral-4",
     "qwen2-moe", "olmoe", "glm-4.7-flash", "seed-oss", "minimax-m2", "dots1", "deepseek-v3.2", "glm-5",
 )  # fmt: skip
@@ -85,7 +85,7 @@ MESHES = {
     "cohere": "stage=2,fsdp=2,tensor=2", "cohere2": "fsdp=2,context=2,tensor=2",
     "gemma-2": "fsdp=2,context=2,tensor=2", "gemma-3": "stage=2,fsdp=2,tensor=2",
     "gemma-4": "expert=2,context=2,tensor=2", "gemma-4-dense": "stage=2,context=2,tensor=2",
-    "granite-4-moe": "fsdp=2,expert=2,tensor=2",
+    "granite-4-moe": "fsdp=2,expert=2,tensor=2", "nemotron-h": "fsdp=2,expert=2,tensor=2",
     "gpt-oss": "expert=2,context=2,tensor=2", "llama-4": "stage=2,expert=2,tensor=2",
     "llama-4-scout": "expert=2,context=2,tensor=2", "olmo-2": "tensor=4,fsdp=2", "olmo-3": "stage=2,fsdp=2,tensor=2",
     "qwen2": "tensor=4,data=2", "qwen3-next": "stage=2,expert=2,tensor=2",

@@ -17,6 +17,7 @@ COLLECTIVES = {
     "broadcast_one_to_all", "process_allgather", "sync_global_devices", "reached_preemption_sync_point",
     # Programs that run on the devices of all hosts.
     "evaluator", "eval_step", "train_step", "fingerprints", "from_first_replica", "shard_sums", "sample_tokens",
+    "replicas_differ", "replace_replicas",
     "initial_state", "load_initial_weights",
     # Functions with a collective whose names several classes have.
     "resume", "restore", "restore_params", "save", "save_locally", "set_aside", "_sample", "_save", "_roll_back",

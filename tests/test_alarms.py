@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import ranks
 
 from meshwright.errors import ConfigError
+from meshwright.launching.supervise import AlarmClaims
 from meshwright.signs import Phases
 from meshwright.trainer.alarms import AlarmOptions, Alarms, StepWatch
 from meshwright.views.run_folder import RunFolder
@@ -199,8 +201,8 @@ def test_the_age_of_a_step_is_measured_by_the_steps_before() -> None:
     assert look(30, "step", 205, 0) is not None
 
 
-def train(tmp_path: Path, trouble: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Trains in a process of its own, with a reporter that is trouble."""
+def command(tmp_path: Path, trouble: str, *options: str) -> tuple[list[str], dict[str, str]]:
+    """Returns a training with a reporter that is trouble: its command and its environment."""
     reporter = tmp_path / "reporter.py"
     reporter.write_text(REPORTER)
     words = [
@@ -218,13 +220,13 @@ def train(tmp_path: Path, trouble: str, *options: str) -> subprocess.CompletedPr
     words += ["--report", f"{reporter}:trouble", "--out", str(tmp_path / "out")]
     words += ["--data.sample", "0", "--training.save-every", "2", *options]
     environment = {**os.environ, "TROUBLE": trouble, "MARK": str(tmp_path / "mark")}
-    return subprocess.run(
-        [sys.executable, "-m", "meshwright", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    return [sys.executable, "-m", "meshwright", *words], environment
+
+
+def train(tmp_path: Path, trouble: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Trains in a process of its own, with a reporter that is trouble."""
+    words, environment = command(tmp_path, trouble, *options)
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
 
 
 def test_a_run_whose_main_thread_hangs_and_then_fails_calls_the_command(tmp_path: Path) -> None:
@@ -255,6 +257,61 @@ def test_the_supervisor_of_a_killed_process_calls_the_webhook(
     (killed,) = received
     assert killed["alarm"] == "killed"
     assert "signal 9" in killed["text"]
+
+
+def test_of_several_supervisors_one_sends_each_kind(tmp_path: Path) -> None:
+    """Eight hosts that find the newest file too old at the same time."""
+    out = tmp_path / "out"
+    out.mkdir()
+    at_once = threading.Barrier(8)
+    answers: list[bool] = []
+
+    def ask(claims: AlarmClaims) -> None:
+        at_once.wait()
+        answers.append(claims.take("failed"))
+
+    for _ in range(3):
+        answers.clear()
+        threads = [
+            threading.Thread(target=ask, args=(AlarmClaims(out, every=0.5),)) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(answers) == [False] * 7 + [True]
+        assert AlarmClaims(out, every=60).take("failed") is False
+        time.sleep(0.6)
+    assert AlarmClaims(out, every=60).take("killed")
+    AlarmClaims(out, every=60).forget()
+    assert AlarmClaims(out, every=60).take("killed")
+    assert AlarmClaims(tmp_path / "gone", every=60).take("killed")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_the_supervisors_of_two_hosts_send_each_alarm_once(
+    tmp_path: Path, webhook: tuple[str, list[Any]]
+) -> None:
+    """Two real processes: one is killed, the other is left by it, and neither is started again."""
+    url, received = webhook
+    options = ("--supervise", "--restarts.most", "0", "--restarts.backoff", "0.1")
+    options += ("--mesh", "data=2", "--devices", "2", "--watchdog.silence", "10")
+    words, environment = command(tmp_path, "kill", *options, "--alarm.webhook", url)
+    processes = [
+        subprocess.Popen(
+            words,
+            env={**environment, **each},
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for each in ranks(2)
+    ]
+    said = [process.communicate(timeout=400)[1] for process in processes]
+    assert [process.returncode for process in processes] == [11, 11], said
+    assert sorted(document["alarm"] for document in received) == ["failed", "killed"]
+    assert sum("another host has sent one" in text for text in said) == 1
 
 
 def test_a_run_that_fails_before_its_first_step_is_an_alarm(

@@ -151,6 +151,11 @@ def test_options_of_a_deterministic_run_are_those_of_its_machine() -> None:
             r"check-every 100 on NVIDIA H100(.|\n)*fix: +--training.determin",
         ),
         (H100, {"faults": Faults(check_every=100), "deterministic": True}, None),
+        (
+            H100,
+            {"faults": Faults(check_replicas=50)},
+            r"check-replicas 50 on NVIDIA H100(.|\n)*replicas may differ(.|\n)*fix: +--training.determin",
+        ),
         (Machine("cpu"), {"faults": Faults(check_every=100)}, None),
         (
             Machine("rocm", kind="MI300"),

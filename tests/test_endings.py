@@ -1,6 +1,7 @@
 """How a process ends: the first error wins, last words block nothing, and every wait for others is announced."""
 
 import ast
+import dataclasses
 import functools
 import json
 import os
@@ -12,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import straggling
+from ranks import ranks
 
 from meshwright import signs
 from meshwright.errors import Closing, DataError, RoomError, first_error
 from meshwright.reporters.files import JsonLines
 from meshwright.signs import EVERYBODY, NOBODY, Phases, wait_of_main_thread, waiting
-from meshwright.trainer.hosts import Sign, slow_data, verdict
+from meshwright.trainer.hosts import Sign, slow_data, slow_work, verdict
 from meshwright.trainer.loop import _longest
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.views.run_folder import RunFolder
@@ -229,6 +232,58 @@ def test_slow_data_is_named() -> None:
     # Where all wait alike, no host keeps the others.
     assert not slow_data(before, {i: at(110.0, 14.0) for i in range(3)})
     assert not slow_data({}, before)
+
+
+def test_a_straggler_is_named() -> None:
+    def at(now: float, step: int, worked: float) -> Sign:
+        sign = Sign(0, "node", 9, 1, step, "step", 0.0, now, "", worked=worked)
+        return dataclasses.replace(sign, what="reporter.py, line 10")
+
+    before = {i: at(100.0, 20, 5.0) for i in range(4)}
+    assert not slow_work(before, {i: at(110.0, 30, 5.2) for i in range(4)})
+    after = {i: at(110.0, 30, 5.1) for i in range(4)} | {2: at(110.0, 30, 9.0)}
+    named = slow_work(before, after)
+    assert list(named) == [2]
+    assert (
+        "takes 0.4 s of each step for itself (reporter.py, line 10), 40 % of the time" in named[2]
+    )
+    # Where all have as much to do, none is waited for; of short steps the share says nothing.
+    assert not slow_work(before, {i: at(110.0, 30, 9.0) for i in range(4)})
+    assert not slow_work(before, after | {2: at(110.0, 1020, 9.0)})
+    assert not slow_work({}, before)
+
+
+def test_work_in_steps_is_what_is_no_wait_for_others() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    phases = Phases()
+    phases.enter("step", 1)
+    time.sleep(0.1)
+    with waiting("the devices"), waiting("process 1", 1):
+        time.sleep(0.2)
+    with waiting("a file", NOBODY):
+        time.sleep(0.1)
+    phases.enter("data", 1)
+    time.sleep(0.1)
+    assert phases.worked == pytest.approx(0.2, abs=0.08)
+    phases.enter("step", 2)
+    time.sleep(0.1)
+    assert phases.worked == pytest.approx(0.3, abs=0.1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_one_slow_host_of_four_is_named_by_what_it_takes_for_itself(tmp_path: Path) -> None:
+    words = [sys.executable, straggling.__file__, str(tmp_path)]
+    processes = [
+        subprocess.Popen(
+            words, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        )
+        for environment in ranks(4)
+    ]
+    said = [process.communicate(timeout=500)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, said
+    (line,) = [line for line in said[0].splitlines() if "of each step for itself" in line]
+    assert line.startswith(f"process {straggling.SLOW} (node{straggling.SLOW}, pid ")
 
 
 def test_a_sign_says_what_the_main_thread_waits_for() -> None:

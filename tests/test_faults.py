@@ -295,7 +295,8 @@ def test_metrics_that_cannot_be_read_are_put_aside(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl", upto=3)
     lines.write(4, {"loss": float("nan")})
     lines.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 4, "loss": null}\n'
+    [line] = lines_of(tmp_path)
+    assert (line["step"], line["loss"]) == (4, None)
     assert len(list(tmp_path.glob("metrics.jsonl.unreadable-*"))) == 1
 
 

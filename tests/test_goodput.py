@@ -11,9 +11,11 @@ import meshwright as mw
 from meshwright.reporters.goodput import (
     REST,
     STEPS,
+    TIMES,
     EventTimes,
     Goodput,
     StepTimes,
+    read_times,
     split_time,
 )
 from meshwright.views.run_folder import RunFolder
@@ -98,6 +100,7 @@ def test_summary_metrics_and_page_have_one_goodput(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     reported = [line for line in metrics if "goodput" in line]
     assert [line.pop("step") for line in reported] == [6, 12]
+    assert all(line.pop("time") for line in reported)
     assert reported == [first.goodput, summary.goodput]
     assert sum(summary.goodput.values()) == pytest.approx(1)
     folder = RunFolder(out)
@@ -168,3 +171,30 @@ def test_steps_before_a_start_without_a_checkpoint_are_taken_again(tmp_path: Pat
     events.add({"event": "start", "step": 0, "time": BEGIN})
     events.add({"event": "start", "step": 0, "time": BEGIN + 900, "taken again": 900})
     assert events.steps_lost == 900
+
+
+def test_a_start_keeps_the_times_before_it(tmp_path: Path) -> None:
+    """What the last start holds and the lines after it are what all lines say; a damaged start is passed over."""
+    rows = [{"step": step, "step seconds": 1.0 + step % 7, "input wait seconds": 0.25} for step in range(1, 251)]  # fmt: skip
+    events: list[dict[str, Any]] = [
+        {"time": 10.0, "step": 0, "event": "compile", "seconds": 3.0},
+        {"time": 20.0, "step": 50, "event": "roll back", "to": 40},
+        {"time": 30.0, "step": 60, "event": "save", "seconds": 2.0},
+    ]
+
+    def write(lines: list[dict[str, Any]], name: str) -> None:
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write(events, "events.jsonl")
+    write(rows[:120], "metrics.jsonl")
+    before = read_times(tmp_path)
+    start = {"time": 40.0, "step": 120, "event": "start", TIMES: before.to_json()}
+    after = {"time": 50.0, "step": 130, "event": "save", "seconds": 4.0}
+    write(rows, "metrics.jsonl")
+    write([*events, start, after], "events.jsonl")
+    continued = read_times(tmp_path)
+    write([*events, {**start, TIMES: {"first": "?"}}, after], "events.jsonl")
+    whole = read_times(tmp_path)
+    assert continued.steps.usual() == pytest.approx(whole.steps.usual())
+    assert vars(continued.events) == vars(whole.events)
+    assert whole.events.steps_lost == 10 and sum(whole.events.activity_seconds.values()) == 9.0

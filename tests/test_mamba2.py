@@ -12,13 +12,13 @@ from tiny_runs import tiny_run
 import meshwright as mw
 from meshwright.generation.cache import CachePlan
 from meshwright.models.blocks.mamba2 import (
-    Carried,
     Convolution,
     SpaceInputs,
     SpaceSpec,
     mamba2,
     state_space,
 )
+from meshwright.models.blocks.recurrence import Carried
 from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.flops import forward_flops
 from meshwright.runs.placed_run import place_run

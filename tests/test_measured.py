@@ -35,12 +35,19 @@ def test_only_what_costs_needs_a_marker() -> None:
 
 def test_the_cheapest_row_of_a_test_stays_fast_and_ci_has_a_limit() -> None:
     costs = {"a.py::x[1]": 5.0, "a.py::x[2]": 3.0, "a.py::y": 0.1, "a.py::z": 40.0, "a.py::w": 70.0}
-    assert tiers_of(costs, 50.0) == {
+    assert tiers_of(costs, 100.0, 50.0) == {
         "a.py::z": "exhaustive",
         "a.py::w": "long",
         "a.py::x[1]": "long",
     }
-    assert set(tiers_of(costs, 200.0).values()) == {"exhaustive"}
+    assert set(tiers_of(costs, 100.0, 200.0).values()) == {"exhaustive"}
+
+
+def test_the_fast_tests_have_a_limit_together() -> None:
+    costs = {"a.py::x": 1.0, "a.py::y": 1.25, "a.py::z": 1.5, "a.py::w": 4.0}
+    assert tiers_of(costs, 100.0, 100.0) == {}
+    assert tiers_of(costs, 4.0, 100.0) == {"a.py::w": "exhaustive"}
+    assert tiers_of(costs, 3.0, 4.0) == {"a.py::w": "long", "a.py::z": "exhaustive"}
 
 
 def test_tests_of_the_tiers_exist() -> None:

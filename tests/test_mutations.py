@@ -188,6 +188,12 @@ def use_metrics(file: Path) -> None:
     use_run_folder(file)
 
 
+def use_place(file: Path) -> None:
+    line = json.dumps({"step": 1, "time": 2.0, "loss": 2.0, "tokens": 64})
+    (file.parent / "metrics.jsonl").write_text(f"{line}\n")
+    use_run_folder(file)
+
+
 def use_start(file: Path) -> None:
     _read(file)
 
@@ -324,6 +330,15 @@ def use_local_layout(file: Path) -> None:
     tiers._own_checksum(0)
 
 
+PROCESSES = {
+    "time": 1.0,
+    "processes": [
+        {"process": 0, "host": "a", "pid": 7, "beat": 3, "step": 5, "phase": "data", "in phase": 0.5, "seen": 1.0,
+         "seconds": {"step": 0.5, "data": 0.1, "save": 2.0}, "memory": [1e9, 4e9],
+         "devices": [{"device": 0, "kind": "H100", "peak": 5e9, "limit": 8e10}]},
+        {"process": 1, "host": "b", "step": 5, "phase": "step", "seconds": {"step": 0.4}, "memory": None, "devices": []},
+    ],
+}  # fmt: skip
 GPT2 = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 257, "n_embd": 32, "n_layer": 1,
     "n_head": 4, "n_positions": 32, "activation_function": "gelu_new", "torch_dtype": "float32",
@@ -424,6 +439,13 @@ READERS: dict[str, tuple[str, Any, Callable[[Path], None]]] = {
     "chip with a torus": ("mine.toml", TORUS, use_chip),
     "prices": ("prices.csv", PRICES, use_prices),
     "calibration that is added to": ("calibration.json", CALIBRATION, use_calibration_again),
+    "place in the data": (
+        "events.jsonl", {"time": 1.0, "step": 0, "event": "start", "data": {
+            "unit": "tokens", "units": 100, "per sample": 8, "first sample": 0, "more sources": 2,
+            "sources": [{"name": "a", "samples": 5, "share": 0.5}],
+        }}, use_place,
+    ),
+    "processes": ("processes.json", PROCESSES, use_run_folder),
     "foresight": ("foresight.json", FORESIGHT, use_run_folder),
     "profile": ("profile.json", PROFILE, use_run_folder),
     "skipped samples": (
@@ -464,7 +486,7 @@ READERS: dict[str, tuple[str, Any, Callable[[Path], None]]] = {
 LENIENT = {
     "metrics", "events", "start", "chat template", "foresight", "profile", "starts of a job", "lock", "conversion",
     "note of tokens", "section of a benchmark", "names of an index", "copy of a bucket", "census of before",
-    "layout of a local tier",
+    "layout of a local tier", "place in the data", "processes",
 }  # fmt: skip
 """Documents that are left out where they are damaged: a page shows less, or their work is done again."""
 

@@ -31,6 +31,7 @@ from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.hunyuan import Hunyuan
 from meshwright.models.families.ministral3 import Ministral3
 from meshwright.models.families.mistral4 import Mistral4
+from meshwright.models.families.nemotron_h import NemotronH
 from meshwright.models.families.qwen2_moe import Qwen2Moe
 from meshwright.models.layer_health import HEALTH
 from meshwright.models.model import ExpertSpec, Model
@@ -51,6 +52,9 @@ FAMILIES = {
     "granite": "granite31-8b",
     "granite-moe": GraniteMoe(VOCAB, experts=8, width=64, heads=4, kv_heads=4, expert_mlp=32),
     "granite-hybrid": GraniteHybrid(VOCAB, width=64, heads=4, kv_heads=4, mamba_state=16),
+    "nemotron-h": NemotronH(
+        VOCAB, 64, 4, 4, kv_heads=4, experts=8, mamba_state=16, mamba_step_floor=0.5
+    ),
     "hunyuan": Hunyuan(VOCAB, width=64, heads=4, kv_heads=4),
     "arcee": Arcee(VOCAB, width=64, heads=4, kv_heads=4),
     "cohere": Cohere(VOCAB, width=64, heads=4, kv_heads=4),
@@ -187,10 +191,8 @@ def assert_padding_changes_nothing(
 def small(family: str) -> Model:
     named = FAMILIES[family]
     model = find_recipe(named).model if isinstance(named, str) else named
-    model = model.shrunk(
-        MeshShape(),
-        2 if hasattr(model, "full_attention_interval") or hasattr(model, "mamba_heads") else 1,
-    )
+    has_turns = hasattr(model, "full_attention_interval") or isinstance(model, GraniteHybrid)
+    model = model.shrunk(MeshShape(), 2 if has_turns else 1)
     return dataclasses.replace(model, vocab=VOCAB, vocab_multiple=16)
 
 

@@ -214,6 +214,7 @@ def test_two_fields_drawn_by_chance_are_refused_or_a_step_is_traced(family: str)
     assert next(seed for seed in seeds if trace_or_refuse(family, seed)) < 1000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_pairs_of_fields_are_refused_or_a_step_is_traced(family: str) -> None:
     accepted = sum(trace_or_refuse(family, seed) for seed in range(40))

@@ -151,7 +151,7 @@ RECIPES = (
     "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v3", "glm45-air", "llama4-scout",
     "smollm3-3b", "qwen3-next-80b-a3b", "qwen35-9b", "qwen35-35b-a3b", "gemma4-31b", "gemma4-26b-a4b",
     "granite31-8b", "ministral3-8b", "command-r7b",
-    "granite4-h-micro", "granite4-h-tiny",
+    "granite4-h-micro", "granite4-h-tiny", "nemotron-h-8b", "nemotron3-nano-30b-a3b",
 )  # fmt: skip
 """At least one of each family."""
 
@@ -191,8 +191,10 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("base", ["compute", "nf4"])
-@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [("llama", "nf4"), pytest.param("periods", "compute", marks=pytest.mark.exhaustive)],
+)
 def test_gradients_of_adapters_do_not_depend_on_what_is_saved(model: str, base: Any) -> None:
     """On two devices that share the frozen weights, which are gathered again."""
 

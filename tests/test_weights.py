@@ -612,9 +612,9 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str, str]] = {
         "by its fields it has what no family here computes: compressed keys and values",
         "of the same maker these are computed: Glm4MoeForCausalLM",
     ),
-    "Nemotron-H": (
-        {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "ssm_state_size": 128},
-        "its architecture is NemotronHForCausalLM, which Meshwright does not compute",
+    "Falcon-H1": (
+        {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_state": 128},
+        "its architecture is FalconH1ForCausalLM, which Meshwright does not compute",
         "a model that one of these computes: ArceeForCausalLM, Cohere2ForCausalLM",
     ),
     "a model with a near name": (

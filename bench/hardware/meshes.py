@@ -25,7 +25,7 @@ from meshwright.storage.paths import default_cache_folder
 from meshwright.storage.writing import write_text
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.parity import compare_meshes
-from meshwright.trainer.silent import shard_sums
+from meshwright.trainer.replicas import shard_sums
 
 sys.path.append(str(Path(__file__).parents[1]))
 from loop_cost import random_feed

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.ministral3 import Ministral3 as Ministral3
     from meshwright.models.families.mistral4 import Mistral4 as Mistral4
     from meshwright.models.families.mixtral import Mixtral as Mixtral
+    from meshwright.models.families.nemotron_h import NemotronH as NemotronH
     from meshwright.models.families.olmo3 import Olmo3 as Olmo3
     from meshwright.models.families.qwen2_moe import Qwen2Moe as Qwen2Moe
     from meshwright.models.families.qwen3_5 import Qwen35 as Qwen35

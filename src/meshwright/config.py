@@ -204,7 +204,9 @@ class Training(Ranged, part="training"):
     ] = "auto"
     """Tensor parallelism's gathers and scatters of the sequence: in chunks around a ring, each overlapped with the
     matmul of another chunk (ring: collective matmul), or in one collective (gather). `auto` is the ring on TPUs."""
-    attention_kernel: Annotated[str, changes("program", "evaluation"), TRANSFORMERS_ONLY] = "auto"
+    attention_kernel: Annotated[
+        str, changes("program", "evaluation", "plan"), TRANSFORMERS_ONLY
+    ] = "auto"
     """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused, cudnn, or
     module:attribute of a `Kernels`. A kernel named here is used or refused, never replaced."""
     grouped_matmul: Annotated[str, changes("program", "evaluation"), TRANSFORMERS_ONLY] = "auto"
@@ -391,6 +393,11 @@ class Faults(Ranged, part="faults"):
     check_every: Annotated[NonNegativeInt, changes("loop")] = 0
     """Steps between two that are taken twice, their results and all replicas compared bit by bit: it finds silent
     corruption, and takes a step's time and the memory of a second state. 0 checks none. NVIDIA GPUs need
+    `--training.deterministic` for it."""
+    check_replicas: Annotated[NonNegativeInt, changes("loop")] = 0
+    """Steps between two comparisons of the replicas of every parameter and of the optimizer's state, bit by bit; they
+    are also compared before each save. One that differs from most is replaced by their bits; of two that differ, the
+    run returns to its last checkpoint. It reads the state once. 0 compares none. NVIDIA GPUs need
     `--training.deterministic` for it."""
     check_bits: Annotated[bool, changes("program")] = False
     """Sum the bits of every parameter and of the optimizer's state before and after each step: what a step leaves is what

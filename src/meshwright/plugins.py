@@ -41,6 +41,7 @@ PARTS: dict[str, dict[str, str]] = {
         "ministral3": "models.families.ministral3:Ministral3",
         "mistral4": "models.families.mistral4:Mistral4",
         "mixtral": "models.families.mixtral:Mixtral",
+        "nemotron_h": "models.families.nemotron_h:NemotronH",
         "olmo3": "models.families.olmo3:Olmo3",
         "qwen2_moe": "models.families.qwen2_moe:Qwen2Moe",
         "qwen3_5": "models.families.qwen3_5:Qwen35",

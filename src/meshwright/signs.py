@@ -8,11 +8,13 @@ stands in is its own: a disk, a pipe, data, its own computation. What that is co
 which call a thread is and on which file, and from the line of Python that called it.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
 import os
 import platform
+import statistics
 import sys
 import threading
 import time
@@ -32,6 +34,10 @@ NOBODY, EVERYBODY = -2, -1
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _LONGEST = 4096
 """Bytes of a path."""
+WORK = "work"
+"""Seconds of a step in which a process waits neither for others nor for the devices."""
+_TIMED = 100
+"""Last times in a phase of which a median is taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +55,45 @@ class Wait:
 _waits: dict[int, list[Wait]] = {}
 
 
+class _Stopwatch:
+    """Seconds that the main thread has waited for other hosts, or for the devices that compute with them."""
+
+    def __init__(self) -> None:
+        self._now: tuple[float, float | None] = (0.0, None)
+        """Seconds of the waits that are over; time at which the present one began."""
+
+    @property
+    def seconds(self) -> float:
+        total, since = self._now
+        return total if since is None else total + time.monotonic() - since
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts the time of the context, once where it is inside another."""
+        total, since = self._now
+        if since is not None:
+            yield
+            return
+        began = time.monotonic()
+        self._now = (total, began)
+        try:
+            yield
+        finally:
+            self._now = (total + time.monotonic() - began, None)
+
+
+_for_others = _Stopwatch()
+
+
 @contextlib.contextmanager
 def waiting(what: str, host: int = EVERYBODY, thread: int | None = None) -> Iterator[None]:
     """States what this thread waits for while the context is open. host, thread: as of `Wait`."""
     stack = _waits.setdefault(threading.get_ident(), [])
     stack.append(Wait(what, host, thread))
+    is_counted = host != NOBODY and threading.current_thread() is threading.main_thread()
     try:
-        yield
+        with _for_others.running() if is_counted else contextlib.nullcontext():
+            yield
     finally:
         stack.pop()
 
@@ -159,6 +197,16 @@ class Phases:
         self.waited = 0.0
         """Seconds that this process has waited for its data."""
         self._saving = ("save", 0.0)
+        self._seconds: dict[str, collections.deque[float]] = {}
+        """Phase, or `WORK` -> how long the last ones took."""
+        self._work: tuple[float, float | None] = (0.0, None)
+        """Seconds of its own work in the steps that are over; in a step, `_progress` at its beginning."""
+
+    @property
+    def worked(self) -> float:
+        """Seconds in phase `step` in which this process waited neither for others nor for the devices."""
+        total, start = self._work
+        return total if start is None else total + _progress() - start
 
     @property
     def place(self) -> tuple[int, str, float]:
@@ -174,7 +222,30 @@ class Phases:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begins a phase: start, data, compile, step, save, evaluate, sample. step: None stays in the same one."""
-        self.now = (self.now[0] if step is None else step, phase, time.monotonic())
+        last_step, last_phase, since = self.now
+        now = time.monotonic()
+        self._note(last_phase, now - since)
+        worked = self.worked
+        if last_phase == "step":
+            self._note(WORK, worked - self._work[0])
+        self._work = (worked, _progress() if phase == "step" else None)
+        self.now = (last_step if step is None else step, phase, now)
+
+    def _note(self, phase: str, seconds: float) -> None:
+        self._seconds.setdefault(phase, collections.deque(maxlen=_TIMED)).append(seconds)
+
+    def usual_seconds(self, phase: str) -> float | None:
+        """Returns the median seconds of the last times in a phase that are over; None before the first.
+
+        phase: or `WORK`, of the work of its own in a step.
+        """
+        times = self._seconds.get(phase)
+        return statistics.median(times.copy()) if times else None
+
+
+def _progress() -> float:
+    """Returns a time that stands still while the main thread waits for others."""
+    return time.monotonic() - _for_others.seconds
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Page as Tab
 from playwright.sync_api import sync_playwright
 from test_cli import SMALL, meshwright
+from written_run import BATCH, SEQ, STEPS, write_run
 
 import meshwright as mw
 from meshwright.activity import activity, watched_by
@@ -170,6 +171,43 @@ def test_marks_and_curves_follow_what_is_written(
     tab.locator(".figure-value", has_text="50").first.wait_for(timeout=90_000)
     assert tab.locator("#curves .mark-name", has_text="restart").first.is_visible()
     assert tab.get_by_text("1 restart").first.is_visible()
+
+
+@needs_browser
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", [1280, 390])
+def test_curves_follow_the_chosen_axis(tab: Tab, tmp_path: Path, width: int) -> None:
+    """The choice is kept in the address, marks move with the curves, and no part is wider than the page."""
+    file = mw.view(write_run(tmp_path / "run")).write(tmp_path / "page.html")
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.goto(file.as_uri())
+    loss = tab.locator("#curves .block-chart").first
+    restart = loss.locator("line.mark").first
+    of_steps, at_steps = curve_of(tab), restart.get_attribute("x1")
+    tab.locator("#curves").get_by_role("button", name="tokens", exact=True).click()
+    assert tab.evaluate("location.hash") == "#?x=tokens"
+    assert loss.locator(".axis-name", has_text="tokens").count() == 1
+    # Each step has as many tokens: the picture is that of steps, to a pixel.
+    assert abs(float(restart.get_attribute("x1") or 0) - float(at_steps or 0)) < 1
+    plot = loss.locator(".plot")
+    plot.focus()
+    tab.keyboard.press("ArrowRight")
+    tip = tab.locator(".tip").inner_text()
+    assert "tokens 2.05 k" in tip and BATCH * SEQ == 2048
+    assert re.search(r"step\s+1\b", tip)
+    tab.keyboard.press("Escape")
+    tab.locator("#curves").get_by_role("button", name="hours", exact=True).click()
+    assert curve_of(tab) != of_steps
+    # An hour of 1.45 lies between steps 400 and 401: the restart, in the middle by steps, is near the begin.
+    assert float(restart.get_attribute("x1") or 0) < float(at_steps or 0) * 0.7
+    tab.reload()
+    pressed = tab.locator("#curves .segmented [aria-pressed=true]")
+    assert pressed.all_inner_texts() == ["hours"]
+    assert loss.locator(".axis-name", has_text="hours").count() == 1
+    tab.locator("#curves").get_by_role("button", name="step", exact=True).click()
+    assert "x=" not in tab.evaluate("location.hash") and curve_of(tab) == of_steps
+    assert tab.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    assert tab.title().startswith(f"step {STEPS}, loss ")
 
 
 def asked(

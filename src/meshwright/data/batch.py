@@ -81,6 +81,22 @@ class BatchRamp:
 
 
 @dataclasses.dataclass(frozen=True)
+class SourceSamples:
+    """Samples of one source of a run's training data."""
+
+    name: str
+    samples: int
+    """Samples of one pass over it."""
+    share: float
+    """Share of the training samples that are its own."""
+
+    @property
+    def lasts(self) -> float:
+        """Samples of the training, of all sources, in which it is read once."""
+        return self.samples / self.share
+
+
+@dataclasses.dataclass(frozen=True)
 class Epochs:
     """Passes of a run over its shortest source of samples."""
 

@@ -68,10 +68,10 @@ class KeyValues:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class States:
-    """Cached states of a stack of layers with a recurrence."""
+    """Cached states of a stack of layers with a recurrence, or of layers that keep nothing."""
 
     arrays: Any
-    """Tree of `Recurrence.carried`, each array [L, features, B, ...]."""
+    """Tree of `Recurrence.carried`, each array [L, features, B, ...]; {} keeps nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +102,9 @@ class CachePlan:
         stacks = dict[str, Any]()
         for stack, layers in self.spec.stacks.items():
             first = next(layer for layer in self.spec.layers if layer.stack == stack)
+            if not first.has_first_half:
+                stacks[stack] = States({})
+                continue
             if first.recurrence is not None:
                 stacks[stack] = States(
                     jax.tree.map(

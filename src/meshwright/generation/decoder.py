@@ -383,7 +383,8 @@ class Decoder:
         for section in sections(spec, functions, cached):
             # The loop over a section's layers carries only the caches of its own stacks.
             own = {stack: done[stack] for stack in section.stacks}
-            carry: Any = scan_layers(section.period, (x_BTD, own), params, places)[0]
+            rows = section.rows(spec, slice(0, section.layers))
+            carry: Any = scan_layers(section.period, (x_BTD, own), params, places, rows=rows)[0]
             x_BTD, done = carry[0], {**done, **carry[1]}
         return x_BTD, done
 

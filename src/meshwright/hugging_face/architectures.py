@@ -59,6 +59,7 @@ from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.ministral3 import Ministral3
 from meshwright.models.families.mistral4 import Mistral4
 from meshwright.models.families.mixtral import Mixtral
+from meshwright.models.families.nemotron_h import NemotronH
 from meshwright.models.families.olmo3 import Olmo3
 from meshwright.models.families.qwen2_moe import Qwen2Moe
 from meshwright.models.families.qwen3_5 import Qwen35, Qwen35Moe
@@ -119,6 +120,11 @@ class Architecture:
         other = self.forms[form] if form else {}
         return locate_tensors(model, {**self.names, **other}, self.layer)
 
+
+_BIAS_UPDATE_RATE = 0.001
+"""Step of the router bias in DeepSeek-V3's training (arXiv:2412.19437, section 4.2)."""
+_V3_BALANCE_WEIGHT, _V2_BALANCE_WEIGHT = 0.0001, 0.001
+"""Weight of the sequence-wise balance loss (arXiv:2412.19437, section 4.2; V2-Lite's `aux_loss_alpha`)."""
 
 # Entries that several architectures share.
 _CORE = (
@@ -549,6 +555,102 @@ _GRANITE_HYBRID = (
     # Chunks of any size have the same numbers.
     without_effect("mamba_chunk_size", "normalization_function", "init_method"),
 )
+_KINDS_OF_NEMOTRON_H = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+"""Kind of layers, as `transformers` 5.24 names it -> its letter in the published configurations."""
+_OLDER_KINDS_OF_NEMOTRON_H = {"mamba": "M", "attention": "*"}
+
+
+def _read_nemotron_h_layers(fields: Fields) -> dict[str, Any]:
+    """Returns the kinds of layers: `transformers` takes a list of them before the string of published files."""
+    fields.without_effect("num_hidden_layers")
+    letters = fields.get("hybrid_override_pattern", "ME*-")
+    kinds = fields.first("layers_block_type", "layer_types", default=[])
+    names = _KINDS_OF_NEMOTRON_H | _OLDER_KINDS_OF_NEMOTRON_H
+    pattern = "".join(names.get(kind, "?") for kind in kinds) or letters
+    if not set(pattern) <= set("M*-E"):
+        raise fields.error(
+            f"its layers are {kinds or letters}",
+            f"a model whose layers are {', '.join(names)}, or M, *, - and E",
+        )
+    if fields.config.get("hybrid_override_pattern") not in (None, pattern):
+        raise fields.error(
+            f"hybrid_override_pattern is {letters}, and the list of kinds is {pattern}",
+            "the config.json of these weights",
+        )
+    return {"pattern": pattern, "layers": len(pattern)}
+
+
+def _write_nemotron_h_layers(c: Any) -> dict[str, Any]:
+    names = {letter: name for name, letter in _KINDS_OF_NEMOTRON_H.items()}
+    return {
+        "num_hidden_layers": c.layers,
+        "layers_block_type": [names[letter] for letter in c.kinds],
+        "hybrid_override_pattern": c.kinds,
+    }
+
+
+def _check_older_names_of_nemotron_h(fields: Fields) -> None:
+    """Raises WeightsError where a field that `transformers` no longer reads differs from the one that it reads."""
+    older = {
+        "norm_eps": fields.get("layer_norm_epsilon", 1e-5),
+        "rms_norm_eps": fields.get("layer_norm_epsilon", 1e-5),
+        "attention_head_dim": fields.get("head_dim", 128),
+    }
+    for name, value in older.items():
+        fields.require(name, value, None)
+
+
+_NEMOTRON_H = (
+    same("vocab_size", "vocab", 131072),
+    same("hidden_size", "width", 4096),
+    same("num_attention_heads", "heads", 32),
+    same("num_key_value_heads", "kv_heads", 8),
+    own_head_size(128),
+    Entry(_read_nemotron_h_layers, _write_nemotron_h_layers),
+    # `transformers` 5.24 ties no tables of it, whatever the value of this field.
+    fixed("tie_word_embeddings", False),
+    same("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    same("intermediate_size", "mlp", 21504),
+    same("mamba_num_heads", "mamba_heads", 128),
+    same("mamba_head_dim", "mamba_head_size", 64),
+    same("n_groups", "mamba_groups", 8),
+    same("ssm_state_size", "mamba_state", 128),
+    same("conv_kernel", "convolution_taps", 4),
+    # `transformers` limits steps by it, and not by time_step_limit.
+    same("time_step_min", "mamba_step_floor", 0.001, kind=float),
+    Entry(_check_step_limit),
+    same("n_routed_experts", "experts", 8),
+    same("num_experts_per_tok", "experts_per_token", 2),
+    same("moe_intermediate_size", "expert_mlp", 7688),
+    same("moe_shared_expert_intermediate_size", "shared_mlp", 7688),
+    same("routed_scaling_factor", "routed_scaling", 1.0, kind=float),
+    same("n_group", "expert_groups", 1),
+    same("topk_group", "topk_groups", 1),
+    same("norm_topk_prob", "normalize_top_k", True),
+    must(router_score="sigmoid", dispatch="dropless"),
+    given(bias_update_rate=_BIAS_UPDATE_RATE, aux_loss_weight=_V3_BALANCE_WEIGHT),
+    fixed("n_shared_experts", 1),
+    fixed("moe_latent_size", None),
+    fixed("mlp_hidden_act", "relu2"),
+    fixed("mamba_hidden_act", "silu"),
+    fixed("use_conv_bias", True),
+    *(fixed(name, False) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
+    fixed("residual_in_fp32", False),
+    fixed("sliding_window", None),
+    Entry(_check_older_names_of_nemotron_h),
+    # Its default is a token of the published vocabulary, whose embedding `torch` would not train.
+    Entry(write=lambda c: {"pad_token_id": None}),
+    # Heads and their size say how wide a state space is; chunks of any size have the same numbers.
+    without_effect("expand", "chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
+    # Attention has no rotary embedding.
+    without_effect("rope_theta", "rope_parameters", "partial_rotary_factor"),
+    # How initial weights are drawn, and programs run.
+    without_effect("time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+    without_effect("hidden_dropout", "num_logits_to_keep", "moe_shared_expert_overlap"),
+    # `transformers` does not read the layers for further tokens.
+    without_effect("num_nextn_predict_layers", "mtp_layers_block_type"),
+    without_effect("mtp_hybrid_override_pattern"),
+)
 _ARCEE = (
     *(*_CORE, _KV_HEADS, _TIED, head_size(), scaled_rope(), _EPSILON_5, _MLP, _BIASES),
     *(_BEFORE, _NO_QK_NORM),
@@ -690,6 +792,28 @@ _MAMBA_NAMES = {
     "value_norm": ("mamba.norm.weight", ("NH",)),
     "attention_out": ("mamba.out_proj.weight", ("D", "NH")),
 }
+_NEMOTRON_H_NAMES = {
+    "embed": ("backbone.embeddings.weight", ("V", "D")),
+    "final_norm": ("backbone.norm_f.weight", ("D",)),
+    "unembed": LLAMA["unembed"],
+    "attention_norm": ("norm.weight", ("D",)),
+    "mlp_norm": ("norm.weight", ("D",)),
+    **{
+        name: (tensor.replace("mamba.", "mixer."), axes)
+        for name, (tensor, axes) in _MAMBA_NAMES.items()
+    },
+    **{
+        f"attention_blocks.{name}": (LLAMA[name][0].replace("self_attn.", "mixer."), LLAMA[name][1])
+        for name in ("query", "key", "value", "attention_out")
+    },
+    **{
+        name: (LLAMA[name][0].replace("mlp.", "mixer."), LLAMA[name][1])
+        for name in ("up", "down", "router", "expert_up", "expert_down")
+    },
+    "router_bias": ("mixer.gate.e_score_correction_bias", ("R",)),
+    "shared_up": ("mixer.shared_experts.up_proj.weight", ("F", "D")),
+    "shared_down": ("mixer.shared_experts.down_proj.weight", ("D", "F")),
+}
 _SHARED_MLP = {"gate": ("F+", "D"), "up": ("F+", "D")}
 _GRANITE_HYBRID_NAMES = {
     **{name: names for name, names in _GRANITE_MOE_NAMES.items() if name not in _MAMBA_NAMES},
@@ -733,10 +857,6 @@ _MIXTRAL_NAMES = {
 }
 
 # DeepSeek-V3, Kimi K2 (the same architecture with other sizes) and DeepSeek-V2-Lite; GLM-4.5 has V3's experts.
-_BIAS_UPDATE_RATE = 0.001
-"""Step of the router bias in DeepSeek-V3's training (arXiv:2412.19437, section 4.2)."""
-_V3_BALANCE_WEIGHT, _V2_BALANCE_WEIGHT = 0.0001, 0.001
-"""Weight of the sequence-wise balance loss (arXiv:2412.19437, section 4.2; V2-Lite's `aux_loss_alpha`)."""
 
 
 def _read_deepseek_rope(fields: Fields) -> dict[str, Any]:
@@ -1757,6 +1877,16 @@ _ALL = (
         GraniteHybrid,
         _GRANITE_HYBRID,
         _GRANITE_HYBRID_NAMES,
+    ),
+    Architecture(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        NemotronH,
+        _NEMOTRON_H,
+        _NEMOTRON_H_NAMES,
+        layer="backbone.layers.{layer}.",
+        tied=None,
+        left_out=(r"mtp\..*",),
     ),
     Architecture("ArceeForCausalLM", "arcee", Arcee, _ARCEE),
     Architecture("CohereForCausalLM", "cohere", Cohere, _COHERE, _COHERE_NAMES),

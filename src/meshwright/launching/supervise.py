@@ -42,6 +42,8 @@ from meshwright.trainer.preemption import PERIOD, announced, has_metadata_server
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.trust import accept, derive, foreign, references_in, trust_options
 
+_SUPERVISE = ".supervise"
+"""Folder of the output folder in which supervisors write."""
 _POLL = 1.0
 """Seconds between two looks of a supervisor that waits for the others."""
 _TURN = 5.0
@@ -81,7 +83,7 @@ class Meeting:
 
     def __init__(self, out: Path, hosts: Hosts, limits: Restarts):
         refuse_links(out, depth=3)
-        self.out, self.hosts, self.limits, self.folder = out, hosts, limits, out / ".supervise"
+        self.out, self.hosts, self.limits, self.folder = out, hosts, limits, out / _SUPERVISE
         # Meetings of an earlier job in this folder are not this one's.
         earlier = [path.stem.removeprefix("start-") for path in self.folder.glob("start-*.json")]
         self.number = max((int(number) for number in earlier if number.isdigit()), default=0)
@@ -173,6 +175,59 @@ def _put_once(file: Path, text: str) -> None:
         opened.write(text)
 
 
+class AlarmClaims:
+    """Alarms of a run whose supervisors share an output folder: of each kind one of them sends one.
+
+        .supervise/alarm-failed-1    the time at which the first was sent
+        .supervise/alarm-failed-2    of the next one, `--alarm.every` seconds later or more
+
+    Who makes the file sends. A number is never used again, so of several hosts that find the newest file old one makes
+    the next.
+    """
+
+    def __init__(self, out: Path, every: float):
+        self._out = out
+        self._every = every
+
+    def forget(self) -> None:
+        """Removes the files of an earlier job in this folder."""
+        with contextlib.suppress(OSError, StorageError):
+            for file in (self._out / _SUPERVISE).glob("alarm-*"):
+                remove_file(file, below=self._out, missing_ok=True)
+
+    def take(self, kind: str) -> bool:
+        """Returns whether this host sends an alarm of a kind; also where the folder takes no file."""
+        try:
+            make_folder_below(self._out, _SUPERVISE)
+            number, sent = self._newest(kind)
+            if time.time() - sent < self._every:
+                return False
+            with open_file(self._file(kind, number + 1), "x") as file:
+                file.write(f"{time.time():.3f}")
+        except FileExistsError:
+            return False
+        except (OSError, MeshwrightError):
+            return True  # twice is better than never
+        return True
+
+    def _newest(self, kind: str) -> tuple[int, float]:
+        """Returns the number of the newest file of a kind and its time; (0, 0) where there is none."""
+        prefix = self._file(kind, 0).name.removesuffix("0")
+        files = (self._out / _SUPERVISE).glob(f"{prefix}*")
+        numbers = [int(n) for file in files if (n := file.name.removeprefix(prefix)).isdigit()]
+        if not numbers:
+            return 0, 0.0
+        newest = max(numbers)
+        text = read_text(self._file(kind, newest))
+        try:
+            return newest, float(text)
+        except ValueError:
+            return newest, time.time()  # its maker is about to write it
+
+    def _file(self, kind: str, number: int) -> Path:
+        return self._out / _SUPERVISE / f"alarm-{kind.replace(' ', '-')}-{number}"
+
+
 def _own_address(coordinator: str | None) -> str:
     """Returns the address of this host towards the coordinator; nothing is sent."""
     host, _, port = (coordinator or "127.0.0.1:1").rpartition(":")
@@ -217,7 +272,12 @@ class Supervisor:
         Raises NoProgressError after too many starts without progress, HostError where hosts stay away.
         """
         refuse_links(self.out)
-        with Alarms(self.alarm, self.out).sending(), self._forwarding():
+        claims = AlarmClaims(self.out, self.alarm.every)
+        several = self.hosts.processes > 1
+        if self.hosts.process == 0:
+            claims.forget()
+        alarms = Alarms(self.alarm, self.out, claims.take if several else lambda kind: True)
+        with alarms.sending(), self._forwarding():
             return self._run_to_the_end()
 
     def _run_to_the_end(self) -> int:
@@ -231,7 +291,7 @@ class Supervisor:
             if several and self.restarts.hosts == "left"
             else None
         )
-        stopped = self.out / ".supervise" / "stopped"
+        stopped = self.out / _SUPERVISE / "stopped"
         with contextlib.suppress(OSError, StorageError):
             self.out.mkdir(parents=True, exist_ok=True)
             if self.hosts.process == 0:
@@ -446,7 +506,7 @@ class Supervisor:
             "attempt": attempt,
             **values,
         }
-        file = self.out / ".supervise" / f"journal-{self.hosts.process}.jsonl"
+        file = self.out / _SUPERVISE / f"journal-{self.hosts.process}.jsonl"
         with contextlib.suppress(OSError, StorageError):  # a full disk ends no supervisor
             make_folder_below(
                 self.out, file.parent.name

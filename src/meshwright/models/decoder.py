@@ -6,15 +6,17 @@ they make (families/). One layer, with norms before its halves:
 
     x += attention(norm(x));  x += feed_forward(norm(x))
 
-and one with parallel halves (GPT-J, Cohere), which have one norm:
+one with parallel halves (GPT-J, Cohere), which have one norm:
 
     h = norm(x);  x += attention(h) + feed_forward(h)
+
+and one with a single half (Nemotron-H): either of the first two sums.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -28,6 +30,7 @@ from meshwright.errors import ConfigError, refuse
 from meshwright.models.adapters import AdapterGather, adapters_of, with_adapters
 from meshwright.models.blocks.layers import Norm, embed, take_rows
 from meshwright.models.layer_health import add_aux
+from meshwright.models.layer_runs import LayerRun, shortest_runs
 from meshwright.models.model import (
     Aux,
     ForwardContext,
@@ -67,10 +70,12 @@ class Block:
 
     stack: str
     """Subtree of the parameters that holds its layers."""
-    attention: Kind
-    feed_forward: Kind
+    attention: Kind | None
+    """First half; None for layers that have only a second one."""
+    feed_forward: Kind | None
+    """Second half; None for layers that have only a first one."""
     norm: Norm
-    """Norm of the two halves."""
+    """Norm of the halves."""
     norm_place: Literal["before", "after", "both", "shared"] = "before"
     """Whether the halves normalise what they read, what they add (OLMo 2), or both (Gemma); `shared`: they are parallel and
     read one norm of the layer's input (Cohere)."""
@@ -80,6 +85,9 @@ class Block:
     """Whether a number of each layer multiplies its output; no training changes it (Gemma 4: `layer_scalar`)."""
 
     def __post_init__(self) -> None:
+        if self.attention is None or self.feed_forward is None:
+            self._check_single_half()
+            return
         if self.norm_place != "shared":
             return
         refuse(
@@ -101,6 +109,30 @@ class Block:
             )
         )
 
+    def _check_single_half(self) -> None:
+        """Raises ConfigError for a layer without halves, or with one where its norm is that of two."""
+        asked = f"layers in {self.stack!r}"
+        refuse(
+            (
+                self.attention is None and self.feed_forward is None,
+                f"{asked} without halves",
+                "a layer adds at least one half to the residual stream",
+                "an attention or a feed_forward",
+            ),
+            (
+                self.norm_place == "shared",
+                f'{asked} with one half and norm_place="shared"',
+                "parallel halves are two",
+                'norm_place="before"',
+            ),
+        )
+
+    @property
+    def halves(self) -> dict[str, Kind]:
+        """Halves that the layers have, in order, by the name that their norms begin with."""
+        halves = {"attention": self.attention, "mlp": self.feed_forward}
+        return {name: half for name, half in halves.items() if half is not None}
+
     @property
     def normalises_outputs(self) -> bool:
         """Whether the halves normalise what they add."""
@@ -110,9 +142,9 @@ class Block:
         """Returns the parameters of a stack of `layers` layers."""
         params = dict[str, Param]()
         norms = ("norm", "out_norm") if self.norm_place == "both" else ("norm",)
-        for name, half in (("attention", self.attention), ("mlp", self.feed_forward)):
+        for name, half in self.halves.items():
             params |= half.params(layers)
-            if self.norm_place == "shared" and half is self.feed_forward:
+            if self.norm_place == "shared" and name == "mlp":
                 continue
             for norm in norms:
                 params |= self.norm.params(f"{name}_{norm}", (layers, half.width), "LD")
@@ -122,15 +154,19 @@ class Block:
 
     def spec(self) -> LayerSpec:
         """Returns the facts of a layer."""
-        facts = self.attention.facts() | self.feed_forward.facts()
+        facts = dict[str, Any]()
+        for half in self.halves.values():
+            facts |= half.facts()
         return LayerSpec(
             self.stack,
             **facts,
             normalises_inputs=self.norm_place != "after",
             normalises_outputs=self.normalises_outputs,
             has_parallel_halves=self.norm_place == "shared",
-            attention_scope=self.attention.scope,
-            feed_forward_scope=self.feed_forward.scope,
+            has_first_half=self.attention is not None,
+            has_second_half=self.feed_forward is not None,
+            attention_scope="" if self.attention is None else self.attention.scope,
+            feed_forward_scope="" if self.feed_forward is None else self.feed_forward.scope,
         )
 
     def layer(self, ctx: ForwardContext, opening: Opening = _unchanged) -> Layer:
@@ -155,53 +191,73 @@ class Block:
         return layer
 
     def _halves(self, ctx: ForwardContext) -> Layer:
-        """Returns the two halves of a layer as a function of gathered weights."""
+        """Returns the halves of a layer, one after another, as a function of gathered weights."""
         # Built outside of the loop over layers: what a half computes of the tokens is computed once.
-        ctx.half(self.attention)
-        ctx.half(self.feed_forward)
-        reads_residual = self.feed_forward.reads_residual
+        for half in self.halves.values():
+            ctx.half(half)
 
         def run(x_BTD: jax.Array, w: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             local = ctx.of_layer(index)
-            mix = local.half(self.attention)
-            feed = local.half(self.feed_forward)
             x_BTD = local.record("input", x_BTD)
-            with jax.named_scope(self.attention.scope):
-                h_BTD = local.record("attention input", self._norm_before("attention", x_BTD, w))
-                mixed = mix(h_BTD, w)
-                y_BTD, attention_aux = mixed if self.attention.has_loss else (mixed, {})
-                y_BTD = self._norm_after("attention", y_BTD, w)
-                y_BTD = self._scaled(local.record("attention output", y_BTD))
-                x_BTD += ctx.dropout(y_BTD, 2 * index + 1)
-                x_BTD = local.record("attention residual", checkpoint_name(x_BTD, ATTN_RESIDUAL))
-            with jax.named_scope(self.feed_forward.scope):
-                h_BTD = local.record("feed-forward input", self._norm_before("mlp", x_BTD, w))
-                y_BTD, aux = feed(h_BTD, w, x_BTD) if reads_residual else feed(h_BTD, w)
-                y_BTD = local.record("feed-forward output", self._norm_after("mlp", y_BTD, w))
-                y_BTD = self._scaled(y_BTD)
-                x_BTD += ctx.dropout(y_BTD, 2 * index + 2)
-                if self.output_scale:
-                    x_BTD *= jax.lax.stop_gradient(w["output_scale"])
-                return local.record("output", x_BTD), _both_halves(attention_aux, aux)
+            attention_aux: Aux = {}
+            aux: Aux = {}
+            if self.attention is not None:
+                with jax.named_scope(self.attention.scope):
+                    y_BTD, attention_aux = self._attention_output(self.attention, local, x_BTD, w)
+                    x_BTD += ctx.dropout(y_BTD, 2 * index + 1)
+                    if self.feed_forward is not None:
+                        x_BTD = checkpoint_name(x_BTD, ATTN_RESIDUAL)
+                        x_BTD = local.record("attention residual", x_BTD)
+            if self.feed_forward is not None:
+                with jax.named_scope(self.feed_forward.scope):
+                    y_BTD, aux = self._feed_forward_output(self.feed_forward, local, x_BTD, w)
+                    x_BTD += ctx.dropout(y_BTD, 2 * index + 2)
+            if self.output_scale:
+                x_BTD *= jax.lax.stop_gradient(w["output_scale"])
+            return local.record("output", x_BTD), _both_halves(attention_aux, aux)
 
         return run
 
+    def _attention_output(
+        self, attention: Kind, ctx: ForwardContext, x_BTD: jax.Array, w: Tree
+    ) -> tuple[jax.Array, Aux]:
+        """Returns what the first half adds to the residual stream, and its aux."""
+        mix = ctx.half(attention)
+        h_BTD = ctx.record("attention input", self._norm_before("attention", x_BTD, w))
+        y_BTD, aux = mix(h_BTD, w) if attention.has_loss else (mix(h_BTD, w), {})
+        y_BTD = self._scaled(
+            ctx.record("attention output", self._norm_after("attention", y_BTD, w))
+        )
+        return y_BTD, aux
+
+    def _feed_forward_output(
+        self, feed_forward: Kind, ctx: ForwardContext, x_BTD: jax.Array, w: Tree
+    ) -> tuple[jax.Array, Aux]:
+        """Returns what the second half adds to the residual stream, and its aux."""
+        feed = ctx.half(feed_forward)
+        h_BTD = ctx.record("feed-forward input", self._norm_before("mlp", x_BTD, w))
+        y_BTD, aux = feed(h_BTD, w, x_BTD) if feed_forward.reads_residual else feed(h_BTD, w)
+        y_BTD = ctx.record("feed-forward output", self._norm_after("mlp", y_BTD, w))
+        return self._scaled(y_BTD), aux
+
     def _parallel_halves(self, ctx: ForwardContext) -> Layer:
         """Returns the two halves of a layer as `_halves` does, both of the norm of the layer's input."""
-        ctx.half(self.attention)
-        ctx.half(self.feed_forward)
+        attention, feed_forward = self.attention, self.feed_forward
+        assert attention is not None and feed_forward is not None
+        ctx.half(attention)
+        ctx.half(feed_forward)
 
         def run(x_BTD: jax.Array, w: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             local = ctx.of_layer(index)
-            mix = local.half(self.attention)
-            feed = local.half(self.feed_forward)
+            mix = local.half(attention)
+            feed = local.half(feed_forward)
             x_BTD = local.record("input", x_BTD)
             h_BTD = self._norm_before("attention", x_BTD, w)
-            with jax.named_scope(self.attention.scope):
+            with jax.named_scope(attention.scope):
                 mixed_BTD = mix(local.record("attention input", h_BTD), w)
                 mixed_BTD = self._scaled(local.record("attention output", mixed_BTD))
                 mixed_BTD = ctx.dropout(mixed_BTD, 2 * index + 1)
-            with jax.named_scope(self.feed_forward.scope):
+            with jax.named_scope(feed_forward.scope):
                 fed_BTD, aux = feed(local.record("feed-forward input", h_BTD), w)
                 fed_BTD = self._scaled(local.record("feed-forward output", fed_BTD))
                 fed_BTD = ctx.dropout(fed_BTD, 2 * index + 2)
@@ -269,7 +325,10 @@ class Decoder:
     norm: Norm
     """Norm after the last layer."""
     period: int = 1
-    """Layers after which the kinds repeat; 1 for stacks that follow each other."""
+    """Layers after which the kinds repeat; 1 for stacks that follow each other, all layers for kinds in any order."""
+    runs: tuple[LayerRun, ...] = ()
+    """Runs of kinds in any order; each stack then has layers of one kind. () is one run of all layers, or one for each
+    stack."""
     tied: bool = False
     """Whether the embedding table is the unembedding too."""
     positions: int | None = None
@@ -321,6 +380,17 @@ class DecoderModel(Model):
             self.width, layers, kinds[0].norm, **{"period": len(kinds), "tied": tied, **fields}
         )
 
+    def in_order(self, layers: Sequence[Block]) -> Decoder:
+        """Returns a decoder of layers that need not repeat; of those that do, one with their period.
+
+        Layers of one stack are equal.
+        """
+        repeated = next(p for p in range(1, len(layers) + 1) if _repeats(layers, p))
+        if 2 * repeated <= len(layers):
+            return self.repeat(*layers[:repeated])
+        runs = shortest_runs(layers)
+        return dataclasses.replace(self.repeat(*layers), runs=runs)
+
     @property
     def out_std(self) -> float:
         """Initial standard deviation of projections into the residual stream (GPT-2: 0.02 / sqrt(2 L))."""
@@ -364,10 +434,13 @@ class DecoderModel(Model):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
         """Returns the layer function of each stack, or those of the stack's layers in a period, in order."""
+        stacks = self.decoder.stacks
         if self.decoder.period == 1:
-            return {stack: blocks[0].layer(ctx) for stack, blocks in self.decoder.stacks.items()}
+            return {stack: blocks[0].layer(ctx) for stack, blocks in stacks.items()}
         frozen = isinstance(ctx.gather_params, AdapterGather)
         opening = _adapter_gradients_first if frozen else _weight_gradients_first
+        if self.decoder.runs:
+            return {stack: blocks[0].layer(ctx, opening) for stack, blocks in stacks.items()}
         layer = functools.cache(lambda block: block.layer(ctx, opening))
         pattern: dict[str, tuple[Layer, ...]] = {}
         for block in self.decoder.layers[: self.decoder.period]:
@@ -437,12 +510,19 @@ class DecoderModel(Model):
         }
 
 
+def _repeats(layers: Sequence[Block], period: int) -> bool:
+    """Whether layers repeat with a period, the last of them perhaps a part of it."""
+    return all(layer == layers[i % period] for i, layer in enumerate(layers))
+
+
 @functools.lru_cache(maxsize=256)
 def _spec_of(model: DecoderModel) -> ModelSpec:
     d = model.decoder
     facts = {block: block.spec() for block in set(d.layers)}
     layers = tuple(facts[block] for block in d.layers)
-    return ModelSpec(d.width, layers, d.positions, d.table, d.logit_softcap, period=d.period)
+    return ModelSpec(
+        d.width, layers, d.positions, d.table, d.logit_softcap, period=d.period, runs=d.runs
+    )
 
 
 def head_size_of(c: Any) -> int:

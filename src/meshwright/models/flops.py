@@ -22,7 +22,7 @@ FORMULAS: dict[str, str] = {
     "indexer": "2 s N (H + 1) per token and layer: its N heads compare s positions, (T + 1) / 2 on average",
     "feed-forward": "2 D F per matrix, token and layer: three in SwiGLU, two in an MLP (scaling-book, transformers.md)",
     "router": "2 D E per token and layer with experts",
-    "experts": "6 D F per token for each of its k experts (Mixtral, arXiv:2401.04088)",
+    "experts": "2 D F per matrix, token and each of its k experts, three in SwiGLU (Mixtral, arXiv:2401.04088)",
     "projections": "2 n per token for a weight of n elements",
     "unembedding": "2 D V per token (scaling-book, transformers.md)",
 }

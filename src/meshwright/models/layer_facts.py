@@ -437,6 +437,10 @@ class LayerSpec:
     has_two_feed_forwards: bool = False
     """Whether a dense feed-forward and experts each have an input and an output of their own, both normalised and, over
     `tensor`, gathered and scattered: they are added before the norm of the half's output."""
+    has_first_half: bool = True
+    """Whether it has a first half: attention, a recurrence, or another of which the facts are not known."""
+    has_second_half: bool = True
+    """Whether it has a second half: a feed-forward or experts."""
     has_parallel_halves: bool = False
     """Whether both halves read one norm of the layer's input: nothing is between them."""
     hidden_products: float = 0.5
@@ -446,6 +450,11 @@ class LayerSpec:
     """Named scope of its first half in a compiled program; empty where that is not known."""
     feed_forward_scope: str = ""
     """Named scope of its second half."""
+
+    @property
+    def halves(self) -> int:
+        """Number of its halves: 1 or 2."""
+        return self.has_first_half + self.has_second_half
 
     @property
     def scales_rows(self) -> bool:
@@ -462,4 +471,5 @@ class LayerSpec:
     @property
     def decodes(self) -> bool:
         """Whether it is known what the layer keeps of earlier tokens, so that it can generate."""
-        return self.attention is not None or self.recurrence is not None
+        known = self.attention is not None or self.recurrence is not None
+        return known or not self.has_first_half

@@ -54,7 +54,7 @@ def sections(
     functions: Mapping[str, Any],
     wrap: Callable[[str, Layer], Any] = lambda stack, layer: layer,
 ) -> list[Section]:
-    """Returns the sections of a model in order: one of all stacks if these take turns, else one per stack.
+    """Returns the sections of a model in order: its runs, or one of all stacks if these take turns, or one per stack.
 
     functions: of each stack, as `Model.layer_functions` returns them.  wrap: applied to each.
     """
@@ -62,6 +62,13 @@ def sections(
     for stack, function in functions.items():
         layers = function if isinstance(function, Sequence) else (function,)
         periods[stack] = [(stack, wrap(stack, layer)) for layer in layers]
+    if spec.runs:
+        found = list[Section]()
+        for run in spec.runs:
+            layers_of_period = spec.layers[run.first : run.first + run.period]
+            period = [periods[layer.stack][0] for layer in layers_of_period]
+            found.append(Section(period, run.first, run.layers))
+        return found
     if spec.period > 1 and len(spec.stacks) > 1:
         following = {stack: iter(period) for stack, period in periods.items()}
         period = [next(following[layer.stack]) for layer in spec.layers[: spec.period]]

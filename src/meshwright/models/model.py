@@ -33,6 +33,7 @@ from meshwright.models.layer_facts import LayerSpec as LayerSpec
 from meshwright.models.layer_facts import MatmulSizes as MatmulSizes
 from meshwright.models.layer_facts import Recurrence as Recurrence
 from meshwright.models.layer_facts import Widths as Widths
+from meshwright.models.layer_runs import LayerRun as LayerRun
 from meshwright.plugins import resolve
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.params import GatherParams, Param, Tree
@@ -259,7 +260,9 @@ class ModelSpec:
     """Layers after the last that predict further tokens in training (models/forward.py)."""
     period: int = 1
     """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
-    Above 1 the stacks of a model take turns within it."""
+    Above 1 the stacks of a model take turns within it. Kinds in any order have that of all layers."""
+    runs: tuple[LayerRun, ...] = ()
+    """Runs of layers in any order, of which each stack has one kind; () follows from `period`."""
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:

@@ -26,6 +26,10 @@ _RDMA = {
 """File of an adapter's port below /sys/class/infiniband/NAME/ports/N -> counter."""
 
 
+_CONTAINER = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files with the most bytes that the processes of a container may have, of both versions of cgroups."""
+
+
 def open_host(folder: Path | None) -> "HostCounters":
     """Opens the counters of this host. folder: on the disk to watch; None watches none. Raises NotThere."""
     if not Path("/proc/meminfo").exists():
@@ -89,6 +93,22 @@ class HostCounters:
             return
         if limit != resource.RLIM_INFINITY:
             yield Counter("this process", "open files", 100 * opened / limit)
+
+
+def process_memory(root: Path = Path("/")) -> tuple[float, float] | None:
+    """Returns the most bytes that this process has had in memory, and those of its host; None where Linux does not say.
+
+    The host is the container where that has a limit. root: below which /proc and /sys lie.
+    """
+    most = _table(root / "proc/self/status").get("VmHWM:")
+    total = _table(root / "proc/meminfo").get("MemTotal:")
+    if most is None or total is None:
+        return None
+    limits = [1024 * total]
+    for file in _CONTAINER:
+        words = "".join(_lines(root / file)).split()
+        limits += [float(word) for word in words if word.isdigit()]
+    return 1024 * most, min(limits)
 
 
 def _read_disk(folder: Path) -> Iterator[Counter]:

@@ -300,7 +300,7 @@ class Computation:
         attention, scores = self._attention_seconds(name)
         calls = self.work.layers * self.kernel.kernels * math.ceil(self._attention_passes(name))
         elementwise = self._elementwise_bytes(name) / self.bandwidth
-        copies = self.work.layers * self._residual_copies(name)
+        copies = self.work.halves / 2 * self._residual_copies(name)
         times = self._times(name)
         copied = self.copied_bytes.get(name, 0.0) / self.bandwidth
         return PassSeconds(
@@ -426,7 +426,7 @@ class Computation:
         return moved + self._sorting_bytes(name)
 
     def _residual_copies(self, name: str) -> float:
-        """Returns how often a pass reads or writes the residual stream of a layer."""
+        """Returns how often a pass reads or writes the residual stream of a layer with two halves."""
         if self._recomputes_nothing(name) or self._is_without_gradients(name):
             return 0
         return self.physics.residual_copies[name]
@@ -434,7 +434,7 @@ class Computation:
     def _residual_bytes(self, name: str) -> float:
         """Returns the bytes of norms, sums and rotations; of a wrapped loss what its backward pass reads."""
         work = self.work
-        residual = work.tokens * work.width * 2 * work.layers / self.residual_shards
+        residual = work.tokens * work.width * 2 * work.halves / 2 / self.residual_shards
         kept = 0.0 if name == "recomputation" else work.kept_bytes
         return self._residual_copies(name) * residual + kept
 

@@ -220,7 +220,7 @@ class StepMemory:
             # plan with all three.
             return weights + (one_layer - _first_reduced_elements(self.settled.layout)) * reduce
         # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
-        return weights + self.settled.layout.spec.period * one_layer * reduce
+        return weights + _period_elements(self.settled.layout) * reduce
 
     @functools.cached_property
     def tied_gradient(self) -> float:
@@ -542,6 +542,19 @@ def _gathered_elements(layout: ModelLayout) -> tuple[float, float]:
     return max(one_layer.values(), default=0.0), all_layers
 
 
+def _period_elements(layout: ModelLayout) -> float:
+    """Elements on a device of the layers of a period after the gather; of runs, of the longest period."""
+    spec = layout.spec
+    largest, _ = _gathered_elements(layout)
+    if not spec.runs:
+        return spec.period * largest
+    one_layer = collections.defaultdict[str, float](float)
+    for path, _, _, elements in _weights(layout):
+        one_layer[path.partition(".")[0]] += elements
+    periods = [spec.layers[run.first : run.first + run.period] for run in spec.runs]
+    return max(sum(one_layer[layer.stack] for layer in layers) for layers in periods)
+
+
 def _first_reduced_elements(layout: ModelLayout) -> float:
     """Elements of a layer's experts whose gradient has been scattered when the others are there: `down`'s comes first.
 
@@ -622,6 +635,19 @@ def _parallel_fraction(placed: PlacedRun) -> float:
     return sum(layer.has_parallel_halves for layer in layers) / len(layers)
 
 
+def _second_fraction(placed: PlacedRun) -> float:
+    """Returns the fraction of the layers that have a second half."""
+    layers = placed.layout.spec.layers
+    return sum(layer.has_second_half for layer in layers) / len(layers)
+
+
+def _divided_fraction(placed: PlacedRun) -> float:
+    """Returns the fraction of the layers with a residual stream between their halves."""
+    layers = placed.layout.spec.layers
+    divided = (layer.halves == 2 and not layer.has_parallel_halves for layer in layers)
+    return sum(divided) / len(layers)
+
+
 def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Elements per token that a layer produces under each checkpoint name, on a device."""
     return {
@@ -629,8 +655,8 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
         QKV: work.widths.saved,
         # An exchange of heads makes another array of the kernel's output, with the same name.
         ATTN_OUT: work.widths.value * (2 if placed.sequence.group > 1 else 1),
-        ATTN_RESIDUAL: (1 - _parallel_fraction(placed)) * work.width / placed.layout.shape.tensor,
-        FFN_HIDDEN: work.ffn_hidden,
+        ATTN_RESIDUAL: _divided_fraction(placed) * work.width / placed.layout.shape.tensor,
+        FFN_HIDDEN: _second_fraction(placed) * work.ffn_hidden,
     }
 
 
@@ -665,15 +691,15 @@ def _unnamed_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> flo
     if inputs.in_one_byte:
         kept /= compute
     # Outputs of the halves before their norm; what attention reads and returns in other forms.
-    normalised = sum(layer.normalises_outputs for layer in layers) / len(layers)
+    normalised = sum(layer.halves * layer.normalises_outputs for layer in layers) / len(layers)
     two = sum(layer.has_two_feed_forwards for layer in layers) / len(layers)
-    kept += 2 * (normalised + two) * work.width / tensor + work.widths.kept
+    kept += (normalised + 2 * two) * work.width / tensor + work.widths.kept
     experts = [layer.experts for layer in layers if layer.experts is not None]
     if experts:
         # The router reads its input, and returns its logits and their softmax, in float32.
         routed = max(e.experts for e in experts)
         read = 0 if placed.run.finetune.method == "lora" else work.width
-        kept += 4 / compute / tensor * (read + 2 * routed)
+        kept += _second_fraction(placed) * 4 / compute / tensor * (read + 2 * routed)
         kept += sum(e.gates_shared for e in experts) / len(layers) * work.width
     return kept
 
@@ -683,12 +709,14 @@ def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) ->
     layers = placed.layout.spec.layers
     tensor = placed.layout.shape.tensor
     frozen = placed.run.finetune.method == "lora"
-    # Both halves read the residual stream after its norm.
-    halves = 2 / tensor
+    # Each half reads the residual stream after its norm.
+    all_halves = work.halves / work.layers
+    halves = all_halves / tensor
     if inputs.gathered:
-        halves = 2 - work.ungathered_layers / work.layers * (1 - 1 / tensor)
+        halves = all_halves - work.ungathered_layers / work.layers * (1 - 1 / tensor)
     if tensor == 1:
-        halves -= 2 * sum(not layer.normalises_inputs for layer in layers) / len(layers)
+        unread = sum(layer.halves * (not layer.normalises_inputs) for layer in layers)
+        halves -= unread / len(layers)
     if not inputs.gathered or tensor == 1:
         halves -= _parallel_fraction(placed) / tensor
     halves += sum(layer.has_two_feed_forwards for layer in layers) / len(layers)
@@ -697,10 +725,11 @@ def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) ->
     # them. Only gradients of weights read both: those of routed experts have no adapters.
     products = max(layer.hidden_products for layer in layers)
     hidden = work.ffn_hidden - (work.expert_hidden if frozen else 0.0)
-    elements += hidden * products
+    elements += _second_fraction(placed) * hidden * products
     if not frozen:
         scaled = sum(layer.scales_rows for layer in layers) / len(layers)
-        elements += (1 + scaled) * work.expert_rows / work.tokens * work.width
+        rows = _second_fraction(placed) * work.expert_rows / work.tokens
+        elements += (1 + scaled) * rows * work.width
     # What is saved beside frozen weights has each array once, in whatever shape it is read.
     if inputs.projected and not computes_weights_again(placed):
         elements += work.widths.value

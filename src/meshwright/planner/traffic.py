@@ -164,13 +164,14 @@ class Traffic:
             ]
         roles = {matmul.role for matmul in work.matmuls}
         pairs = max(1, len(roles & {"attention_out", "ffn_out"}))
+        all_halves = pairs / 2 * work.halves * self.microbatches
         # Routed experts that `tensor` splits gather nothing over it.
-        halves = pairs * self.layers - work.ungathered_layers * self.microbatches
+        halves = all_halves - work.ungathered_layers * self.microbatches
         halves += work.twice_gathered_layers * self.microbatches
         # Latent attention gathers its latents, which are narrower than the residual stream.
         excess = self.layers * (work.widths.gathered / work.width - 1)
         opened = self.residual * (halves + excess) / halves
-        inner = (pairs - 1) * self.layers + work.twice_gathered_layers * self.microbatches
+        inner = all_halves - self.layers + work.twice_gathered_layers * self.microbatches
         return _tensor((opened, self.residual), halves, inner, self.microbatches, self.recomputed)
 
     def context(self) -> list[Movement]:

@@ -76,6 +76,8 @@ class Work:
     """Tokens of a device, whole over `tensor`."""
     layers: float
     """Layers of a device."""
+    halves: float
+    """Halves of these layers."""
     width: int
     """Model width D."""
     matmuls: tuple[Matmul, ...]
@@ -165,6 +167,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     return Work(
         tokens=tokens,
         layers=len(layers) * fraction,
+        halves=sum(layer.halves for layer in layers) * fraction,
         width=spec.width,
         matmuls=(*_merged(weights, low), *recurrences),
         unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),

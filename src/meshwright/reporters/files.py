@@ -18,16 +18,16 @@ from meshwright.activity import Activity
 from meshwright.documents import parse_json, step_of
 from meshwright.errors import reason_of
 from meshwright.reporters import Values
-from meshwright.reporters.goodput import Goodput, read_times, split_time
+from meshwright.reporters.goodput import TIMES, Goodput, read_times, split_time
 from meshwright.reporters.lines import Lines, open_lines, reversed_lines
 from meshwright.storage.attempts import may_pass
 from meshwright.storage.removing import rename
 
 
 class JsonLines:
-    """Reporter that writes one JSON object per line: `{"step": 7, "loss": 2.31, ...}`.
+    """Reporter that writes one JSON object per line: `{"step": 7, "time": 1796000000.0, "loss": 2.31, ...}`.
 
-    NaN and infinity become null.
+    `time` (Unix seconds) is that of writing. NaN and infinity become null.
     On a full disk the lines wait in memory until there is room; the next checkpoint then ends the
     run with an error that names the disk. Lines still waiting at `close` are lost, which a message
     on standard error states.
@@ -100,7 +100,8 @@ class JsonLines:
     def write(self, step: int, values: Values) -> None:
         """Appends the line of a step."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._waiting += (json.dumps({"step": step, **finite}) + "\n").encode()
+        record = {"step": step, "time": round(time.time(), 3), **finite}
+        self._waiting += (json.dumps(record) + "\n").encode()
         self._drain()
 
     def _drain(self) -> None:
@@ -179,19 +180,19 @@ class EventLog:
         """Held while a line is written: the watch of the machine adds lines from its own thread."""
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         """Called with each event, in the thread that adds it."""
-        self._event_times, self._step_times = read_times(file.parent)
+        self._times = read_times(file.parent)
 
     def start(self, step: int, **values: Any) -> None:
         """Appends that a run starts, or goes on, after `step`."""
         self._step = step
-        self.add("start", **values)
+        self.add("start", **values, **{TIMES: self._times.to_json()})
 
     def add(self, event: str, **values: Any) -> None:
         """Appends a line. A disk without room loses it: the run is not about its log."""
         record = {"time": round(time.time(), 3), "step": self._step, "event": event, **values}
         line = json.dumps(record)
         with self._lock, contextlib.suppress(OSError):
-            self._event_times.add(record)
+            self._times.events.add(record)
             if self._file is None:
                 self._file = open_lines(self._path)
             self._file.write(f"{line}\n".encode())
@@ -201,11 +202,11 @@ class EventLog:
     def write(self, step: int, values: Values) -> None:
         """Takes note of the step and its time."""
         self._step = step
-        self._step_times.add(values)
+        self._times.steps.add(values)
 
     def goodput(self, step: int) -> Goodput | None:
         """Returns the goodput of the run until now, after `step` steps; None before it is known."""
-        return split_time(self._event_times, self._step_times, step, time.time())
+        return split_time(self._times.events, self._times.steps, step, time.time())
 
     def rewind(self, step: int) -> None:
         """Appends that the run returned to `step`."""

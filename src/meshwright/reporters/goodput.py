@@ -11,13 +11,15 @@ Times of activities are sums over `events.jsonl`. Time in steps is the usual tim
 since with `--training.log-every` not every step has a line: of each hundred lines of `metrics.jsonl` the median, so that
 a step that hangs is not taken for training. What is left is time in which no process ran, the starts of processes before
 their first event, and what single steps took above the usual. The begin is the first event, after texts are prepared.
+
+Each `start` in `events.jsonl` holds the sums until then, so that the next start reads the lines after it alone.
 """
 
 import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,6 @@ import numpy as np
 
 from meshwright.documents import parse_json, real, step_of
 from meshwright.errors import StorageError
-from meshwright.reporters.followed import follow_lines
 from meshwright.reporters.lines import reversed_lines
 
 STEPS = "steps"
@@ -40,6 +41,7 @@ _ACTIVITIES = {
     "sample": "sampling",
     "initialise": "initializing",
     "first tensor": "looking for bad tensors",
+    "replica": "replacing replicas",
 }
 """Kind of an activity -> cause."""
 CAUSES = (LOST, DATA, *_ACTIVITIES.values(), REST)
@@ -47,6 +49,8 @@ CAUSES = (LOST, DATA, *_ACTIVITIES.values(), REST)
 METRIC = "goodput"
 METRICS = (METRIC, *(f"time {cause}" for cause in CAUSES))
 """Names in `metrics.jsonl`: shares of the time of the run so far."""
+TIMES = "times"
+"""Name of the sums in a `start` of `events.jsonl`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,34 +102,38 @@ class EventTimes:
 
 _BLOCK = 100
 """Lines of which a median is taken."""
-_READ = 1000
-"""Lines of steps that are read of earlier starts."""
+_READ = 300
+"""Lines of steps that are read of an earlier start."""
 
 
 class StepTimes:
     """Usual times of the steps that have a line of metrics."""
 
     def __init__(self) -> None:
-        self._blocks = 0
-        """Complete blocks of lines."""
-        self._medians = np.zeros(2)
-        """Sums over the complete blocks of the median seconds of a step, and of its wait for data."""
-        self._times: list[tuple[float, float]] = []
+        self.lines = 0
+        """Lines of complete blocks."""
+        self.sums = np.zeros(2)
+        """Over these lines: usual seconds of a step without its wait for data, and of that wait."""
+        self.times: list[Sequence[float]] = []
         """Of the lines after them: seconds of the step without its wait for data, and of that wait."""
 
     @property
     def is_empty(self) -> bool:
         """Whether no step has had a line."""
-        return not self._blocks and not self._times
+        return not self.lines and not self.times
 
     def usual(self) -> tuple[float, float]:
         """Returns the usual seconds of a step without its wait for data, and of that wait."""
-        sums = self._medians * _BLOCK
-        lines = self._blocks * _BLOCK + len(self._times)
-        if self._times:
-            sums = sums + np.median(self._times, axis=0) * len(self._times)
+        lines, sums = self._with_the_last()
         step, data = sums / lines
         return float(step), float(data)
+
+    def _with_the_last(self) -> tuple[int, np.ndarray]:
+        """Returns lines and sums with those of the block that is not complete."""
+        if not self.times:
+            return self.lines, self.sums
+        count = len(self.times)
+        return self.lines + count, self.sums + count * np.median(self.times, axis=0)
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Adds a line of `metrics.jsonl`."""
@@ -133,11 +141,63 @@ class StepTimes:
         if seconds is None:
             return
         data_seconds = real(values.get("input wait seconds")) or 0.0
-        self._times.append((seconds - data_seconds, data_seconds))
-        if len(self._times) == _BLOCK:
-            self._medians = self._medians + np.median(self._times, axis=0)
-            self._blocks += 1
-            self._times = []
+        self.times.append((seconds - data_seconds, data_seconds))
+        if len(self.times) == _BLOCK:
+            self.lines, self.sums = self._with_the_last()
+            self.times = []
+
+
+@dataclasses.dataclass
+class RunTimes:
+    """Times of a run so far, from the lines of its folder."""
+
+    events: EventTimes = dataclasses.field(default_factory=EventTimes)
+    steps: StepTimes = dataclasses.field(default_factory=StepTimes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the sums, for the record of a start."""
+        step_seconds, data_seconds = map(float, self.steps.sums)
+        return {
+            "first": self.events.first_time,
+            "activities": dict(self.events.activity_seconds),
+            "steps lost": self.events.steps_lost,
+            "lines": self.steps.lines,
+            "step seconds": step_seconds,
+            "data seconds": data_seconds,
+            "last": [[round(value, 6) for value in line] for line in self.steps.times],
+        }
+
+    @classmethod
+    def from_json(cls, record: Any) -> "RunTimes | None":
+        """Returns the sums in the record of a start; None where it has none, or what is no sum."""
+        record = record if isinstance(record, dict) else {}
+        activities, last = record.get("activities"), record.get("last")
+        if not isinstance(activities, dict) or not isinstance(last, list):
+            return None
+        seconds = _numbers(activities.values())
+        pairs = [_numbers(line) if isinstance(line, list) else [] for line in last]
+        numbers = _numbers(record.get(name) for name in _SUMS)
+        are_pairs = all(len(pair) == 2 for pair in pairs)
+        if len(seconds) < len(activities) or len(numbers) < len(_SUMS) or not are_pairs:
+            return None
+        first, lost, lines, step_seconds, data_seconds = numbers
+        times = cls()
+        times.events.first_time = first
+        times.events.activity_seconds.update(zip(activities, seconds, strict=True))
+        times.events.steps_lost = int(lost)
+        times.steps.lines = int(lines)
+        times.steps.sums = np.array([step_seconds, data_seconds])
+        times.steps.times.extend(pairs)
+        return times
+
+
+_SUMS = ("first", "steps lost", "lines", "step seconds", "data seconds")
+"""Numbers in the record of a start."""
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    """Returns those values that are numbers."""
+    return [number for number in map(real, values) if number is not None]
 
 
 def split_time(events: EventTimes, steps: StepTimes, step: int, until: float) -> Goodput | None:
@@ -160,24 +220,31 @@ def split_time(events: EventTimes, steps: StepTimes, step: int, until: float) ->
     return Goodput(wall, seconds)
 
 
-def read_times(out: Path) -> tuple[EventTimes, StepTimes]:
+def read_times(out: Path) -> RunTimes:
     """Returns the times that earlier starts of a run have left in its folder.
 
-    Of the steps the last lines tell the usual time: a long run has millions of lines, and hosts wait for
-    this. Where a file cannot be read, the times of the run begin with this start: its page names what
-    is damaged.
+    Read from the end to the last start that has sums. Of the steps after it the last lines tell the usual time: a long
+    run has millions of lines, and hosts wait for this. Where a file cannot be read, the times of the run begin with this
+    start: its page names what is damaged.
     """
-    events = EventTimes()
-    steps = StepTimes()
+    times = RunTimes()
+    since = []
+    step = 0.0
     with contextlib.suppress(OSError, StorageError):
-        _, lines = follow_lines(out / "events.jsonl").read()
-        for record in _records((line or b"").decode("utf-8", "replace") for line in lines):
-            events.add(record)
+        for record in _records(reversed_lines(out / "events.jsonl")):
+            since.append(record)
+            sums = RunTimes.from_json(record.get(TIMES)) if record.get("event") == "start" else None
+            if sums is not None:
+                times, step = sums, record["step"]
+                break
+    for record in reversed(since):
+        times.events.add(record)
     with contextlib.suppress(OSError, StorageError):
-        last = itertools.islice(reversed_lines(out / "metrics.jsonl"), _READ)
-        for record in _records(last):
-            steps.add(record)
-    return events, steps
+        lines = _records(reversed_lines(out / "metrics.jsonl"))
+        new = itertools.takewhile(lambda line: line["step"] > step, lines)
+        for record in reversed(list(itertools.islice(new, _READ))):
+            times.steps.add(record)
+    return times
 
 
 def _records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

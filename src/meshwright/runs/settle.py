@@ -436,23 +436,35 @@ class Settled(PlacedRun):
         sharded = axes_of(placements.optimizer)
         return tuple(a for a in BATCH_AXES if degrees[a] > 1 and a not in sharded)
 
+    def _check_bits(self) -> None:
+        """Raises ConfigError for a run that counts on equal bits, which this machine does not give."""
+        faults = self.run.faults
+        keeps = self.machine.determinism
+        if keeps.keeps == "bitwise" or self.fixes_bits:
+            return
+        truth = "a step that is computed twice would differ without a fault"
+        if self.run.training.deterministic:
+            asked = "--training.deterministic"
+        elif faults.check_every:
+            asked = f"--faults.check-every {faults.check_every}"
+        elif faults.check_replicas:
+            asked = f"--faults.check-replicas {faults.check_replicas}"
+            truth = "replicas may differ without a fault"
+        else:
+            return
+        fix = "neither of the two, or another platform"
+        if keeps.compiler_options:
+            fix = "--training.deterministic"
+        raise ConfigError(
+            f"{asked} on {self.machine.kind or self.machine.platform}",
+            f"{truth}. {keeps.sentence}",
+            fix,
+        )
+
     def check(self) -> None:
         """Raises ConfigError for what the run asks for and this machine cannot do."""
         training, machine = self.run.training, self.machine
-        every, keeps = self.run.faults.check_every, machine.determinism
-        if keeps.keeps != "bitwise" and not self.fixes_bits and (every or training.deterministic):
-            asked = (
-                "--training.deterministic"
-                if training.deterministic
-                else f"--faults.check-every {every}"
-            )
-            fix = (
-                "--training.deterministic"
-                if keeps.compiler_options
-                else "neither of the two, or another platform"
-            )
-            truth = f"a step that is computed twice would differ without a fault. {keeps.sentence}"
-            raise ConfigError(f"{asked} on {machine.kind or machine.platform}", truth, fix)
+        self._check_bits()
         if training.matmul_precision != "compute":
             self.quantisation.check_precision(training.matmul_precision, machine)
         if not self.run.model.states_layers:  # then nothing else is chosen

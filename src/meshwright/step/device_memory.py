@@ -53,12 +53,28 @@ def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: in
     error.  resident: bytes of a device that are in memory besides its arguments. TPU compilers
     refuse such a program themselves. Nothing is checked where the memory of a device is not known.
     """
+    parts = _parts_of(compiled)
+    if parts is not None:
+        arguments, inside = parts
+        _check(inside, arguments + resident, devices, asked, "less at a time: see meshwright prove")
+
+
+def step_bytes(compiled: Any) -> int | None:
+    """Returns the bytes of a device that a step takes, its arguments among them; None where its compiler does not say.
+
+    compiled: `jax.stages.Compiled`.
+    """
+    parts = _parts_of(compiled)
+    return None if parts is None else sum(parts)
+
+
+def _parts_of(compiled: Any) -> tuple[int, int] | None:
+    """Returns the bytes of a step's arguments on a device, and those that it takes besides."""
     stats = compiled.memory_analysis()
-    if stats is not None:
-        new_outputs = max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)
-        inside = stats.temp_size_in_bytes + new_outputs
-        arguments = stats.argument_size_in_bytes + resident
-        _check(inside, arguments, devices, asked, "less at a time: see meshwright prove")
+    if stats is None:
+        return None
+    new_outputs = max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)
+    return stats.argument_size_in_bytes, stats.temp_size_in_bytes + new_outputs
 
 
 def check_state(state: Any, devices: Sequence[Any], asked: str, fix: str) -> None:

@@ -17,7 +17,7 @@ from meshwright.errors import TrainingError
 from meshwright.hardware.agreement import agree_on_program
 from meshwright.models.model import Metrics
 from meshwright.sharding.params import trained_only, with_frozen
-from meshwright.step.device_memory import check_memory
+from meshwright.step.device_memory import check_memory, step_bytes
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import build_gradients, matmuls_of
 from meshwright.step.health import with_tensor_figures
@@ -104,6 +104,11 @@ class CompiledTrainStep:
         self._compiled = compile_on_devices(
             device_run, build_train_step(device_run).lower(*self._expected), "a step"
         )
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Bytes of a device that the step takes by its compiler, its arguments among them; None where it does not say."""
+        return step_bytes(self._compiled)
 
     def program_text(self) -> str:
         """Returns the compiled program (HLO)."""

@@ -38,7 +38,8 @@ from meshwright.signs import PREPARING, Phases, wait_of_main_thread
 EVENT = "alarm"
 """Kind of the event that a run writes for a step that does not come."""
 NO_STEP, BAD_STEP, FAILED, KILLED = "no step", "bad step", "failed", "killed"
-_EVENTS = ("machine", "first tensor", "roll back")
+SLOW_HOST = "slow host"
+_EVENTS = ("machine", "first tensor", "replica", "roll back")
 """Kinds of events that are alarms."""
 _PERIOD = 1.0
 """Seconds between two looks at the step."""
@@ -108,9 +109,17 @@ def _check_webhook(url: str) -> None:
 class Alarms:
     """Sender of the alarms of one process, and the watch of its step."""
 
-    def __init__(self, options: AlarmOptions, out: Path):
+    def __init__(
+        self, options: AlarmOptions, out: Path, claim: Callable[[str], bool] = lambda kind: True
+    ):
+        """Begins without alarms.
+
+        claim: whether this process sends an alarm of this kind, of several that have the same to
+        tell; asked in the thread that sends.
+        """
         self._options = options
         self._out = out
+        self._claim = claim
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._sent: dict[str, float] = {}
@@ -207,9 +216,16 @@ class Alarms:
 
     def _send_all(self) -> None:
         while (document := self._queue.get()) is not None:
+            kind = document["alarm"]
+            if not self._claim(kind):
+                last_words.say(
+                    f"alarm {kind!r}: another host has sent one (--alarm.every "
+                    f"{self._options.every:g})"
+                )
+                continue
             text = json.dumps(document).encode()
             for name, failure in _send(self._options, text).items():
-                last_words.say(f"alarm {document['alarm']!r} was not taken by {name}: {failure}")
+                last_words.say(f"alarm {kind!r} was not taken by {name}: {failure}")
 
 
 _running: list[Alarms] = []

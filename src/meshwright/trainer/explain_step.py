@@ -20,7 +20,7 @@ from meshwright.hardware.agreement import choose_together
 from meshwright.step.health import PARAMETER
 from meshwright.trainer.first_tensor import VALUES, Alarm, First, name_first
 from meshwright.trainer.prepare import PreparedRun, Trainable
-from meshwright.trainer.silent import odd_replicas, shard_sums
+from meshwright.trainer.replicas import find_odd_replicas, full_name, name_devices, shard_sums
 from meshwright.trainer.tiers import say
 
 EVENT = "first tensor"
@@ -85,19 +85,13 @@ def _tensor_line(alarm: Alarm, first: First | None) -> str:
 
 def _device_line(state: Any, first: First | None, hosts: list[str]) -> str:
     """Names the device, where it is one: by its replicas, or by what it has computed. hosts: name of each process's."""
-    names, devices = odd_replicas(state.params, shard_sums(state.params))
-    if names:
-        shown = ", ".join(
-            _full_name(f"device {device.id}", device.process_index, hosts) for device in devices
-        )
-        return f"{shown}: its copy of {names[0]} differs from the others"
+    odd = find_odd_replicas(state.params, shard_sums(state.params))
+    if odd is not None:
+        devices = name_devices(odd.devices, hosts)
+        return f"{devices}: its copy of {odd.names[0]} differs from the others"
     if first is not None and first.device:
-        return _full_name(first.device, first.host, hosts)
+        return full_name(first.device, first.host, hosts)
     return "no single one"
-
-
-def _full_name(device: str, process: int, hosts: list[str]) -> str:
-    return f"{device} of process {process} ({hosts[process]})"
 
 
 def _sample_line(prepared: Trainable, batch: Any, first: First | None, first_sample: int) -> str:

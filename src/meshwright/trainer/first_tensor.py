@@ -111,6 +111,10 @@ class Watch:
         self._before = None
         self._parts.clear()
 
+    def replaced(self) -> None:
+        """Forgets the bits that the last step has left: the state was changed since."""
+        self._before = None
+
     def look(
         self, step: int, loss: float, norm: float, record: HealthRecord, finite: bool
     ) -> Alarm | None:

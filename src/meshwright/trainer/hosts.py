@@ -15,6 +15,7 @@ import dataclasses
 import faulthandler
 import hashlib
 import json
+import operator
 import os
 import secrets
 import signal
@@ -78,9 +79,9 @@ _DELAYS, _TIMES, _LATE = 30, 4.0, 0.02
 """Signs over which the delay of a host is averaged; how many times the median, and how many
 seconds, make it slow."""
 _WORK = bytes(2**18)
-_SHARE, _WINDOW = 0.2, 10.0
-"""Share of the time that a host waits for its data, over so many seconds, above which it is
-slow."""
+_SHARE, _STEPS, _WINDOW, _LEAST = 0.2, 10, 2.0, 0.05
+"""Share of the time that a host waits for its data, or does work of its own in its steps, over so
+many steps and seconds, above which it is slow; least seconds of work of its own in a step."""
 _LASTING = 3.0
 """Seconds in one phase after which a sign has the line, and the file, in which the main thread
 is."""
@@ -196,6 +197,8 @@ class Sign:
     own."""
     waited: float = 0.0
     """Seconds that it has waited for data since its start."""
+    worked: float = 0.0
+    """Seconds in its steps in which it has waited neither for others nor for the devices."""
 
     def describe(self, now: float) -> str:
         """Where the host was: `process 1 (node7, pid 4), step 12, data since 14:03:05`."""
@@ -255,22 +258,66 @@ def slow_data(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> dict[int, 
 
     All others wait for them.
     """
-    shares = {
-        process: (sign.waited - before[process].waited) / (sign.at - before[process].at)
-        for process, sign in now.items()
-        if process in before and sign.at > before[process].at
-    }
-    if not shares:
-        return {}
-    median = statistics.median_low(shares.values())
+    shares = _shares(before, now, operator.attrgetter("waited"))
     return {
         process: f"process {process} ({now[process].name}, pid {now[process].pid}) "
         f"waits for its data "
         f"{100 * share:.0f} % of the time, most other hosts {100 * median:.0f} %, and they wait "
         "for it in every step"
+        for process, (share, median) in _stragglers(shares).items()
+    }
+
+
+def slow_work(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> dict[int, str]:
+    """Returns the hosts that work in their steps while the others wait for them.
+
+    That is Python, files, or a processor shared with other work: not the devices, for which all
+    hosts wait alike.
+    """
+    shares = _shares(before, now, operator.attrgetter("worked"))
+    found = {}
+    for process, (share, median) in _stragglers(shares).items():
+        sign = now[process]
+        worked = sign.worked - before[process].worked
+        a_step = worked / max(1, sign.step - before[process].step)
+        if a_step < _LEAST:
+            continue
+        place = f" ({sign.what})" if sign.what and sign.host == NOBODY else ""
+        found[process] = (
+            f"process {process} ({sign.name}, pid {sign.pid}) takes {a_step:.2g} s of each step for "
+            f"itself{place}, {100 * share:.0f} % of the time, most other hosts {100 * median:.0f} %: "
+            "they wait for it in every step"
+        )
+    return found
+
+
+def _shares(
+    before: Mapping[int, Sign], now: Mapping[int, Sign], seconds: Callable[[Sign], float]
+) -> dict[int, float]:
+    """Returns the share of the time between two times that each host spent on something."""
+    return {
+        process: (seconds(sign) - seconds(before[process])) / (sign.at - before[process].at)
+        for process, sign in now.items()
+        if process in before and sign.at > before[process].at
+    }
+
+
+def _stragglers(shares: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """Returns the hosts whose share is far above that of most, with theirs and the median."""
+    if not shares:
+        return {}
+    median = statistics.median_low(shares.values())
+    return {
+        process: (share, median)
         for process, share in shares.items()
         if share > max(_SHARE, _TIMES * median)
     }
+
+
+def _steps_between(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> int:
+    """Returns the fewest steps that a host has begun between two times."""
+    steps = [sign.step - before[process].step for process, sign in now.items() if process in before]
+    return min(steps, default=0)
 
 
 def slow_hosts(signs: Mapping[int, Sign]) -> dict[int, str]:
@@ -330,6 +377,8 @@ class _Watch:
         self.found: str | None = None
         self.left = ""
         self.beat = 0
+        self.worked = 0.0
+        """Seconds of its own work at the last sign."""
         self.stopped = threading.Event()
         self.delays: collections.deque[float] = collections.deque(maxlen=_DELAYS)
         self.named: set[str] = set()
@@ -420,7 +469,10 @@ class _Watch:
         step, phase, since = self.phases.place
         seconds = time.monotonic() - since
         delay = sum(self.delays) / _DELAYS if len(self.delays) == _DELAYS else 0.0
-        wait = signs.wait_of_main_thread(detailed=seconds > _LASTING)
+        worked = self.phases.worked
+        is_busy = worked - self.worked > _SHARE * self.period
+        self.worked = worked
+        wait = signs.wait_of_main_thread(detailed=is_busy or seconds > _LASTING)
         values = [
             socket.gethostname(),
             os.getpid(),
@@ -433,6 +485,7 @@ class _Watch:
             wait.what,
             wait.host,
             self.phases.waited,
+            worked,
         ]
         if self.client is not None:
             self.client.key_value_set(f"{_FOLDER}/signs/{self.process}", json.dumps(values), True)
@@ -463,13 +516,19 @@ class _Watch:
         """Names each host once that others wait for in every step: a processor or data is slow."""
         slow = [(f"host {process}", text) for process, text in slow_hosts(self.signs).items()]
         since, before = self.earlier
-        if now - since > _WINDOW:
+        if not before or any(
+            sign.step < before[p].step for p, sign in self.signs.items() if p in before
+        ):
+            self.earlier = (now, dict(self.signs))  # the first, or the run went back
+        elif now - since > _WINDOW and _steps_between(before, self.signs) >= _STEPS:
             slow += [(f"data {p}", text) for p, text in slow_data(before, self.signs).items()]
+            slow += [(f"work {p}", text) for p, text in slow_work(before, self.signs).items()]
             self.earlier = (now, dict(self.signs))
         for name, text in slow:
             if name not in self.named:
                 self.named.add(name)
                 last_words.say(text)
+                alarms.tell(alarms.SLOW_HOST, text)
 
     def _judge(self) -> None:
         last = time.monotonic()

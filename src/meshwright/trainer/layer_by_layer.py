@@ -141,7 +141,7 @@ class _Step:
         stack = self._spec.layers[layer].stack
         row = self._spec.layers_of(stack).index(layer)
         period = sum(1 for block in self._spec.layers[: self._spec.period] if block.stack == stack)
-        place = row % max(period, 1) if self._spec.period > 1 else 0
+        place = row % max(period, 1) if self._spec.period > 1 and not self._spec.runs else 0
         return (stack, place), functools.partial(self._run_layer, stack, place)
 
     def _run_layer(

@@ -38,6 +38,7 @@ from meshwright.trainer.opening import (
     check_folder,
     first_state,
     hosts_module,
+    keep_processes,
     lock_folder,
     open_checkpoints,
     open_events,
@@ -50,8 +51,9 @@ from meshwright.trainer.opening import (
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Batches, Position, PreparedRun, Trainable, prepare_run
 from meshwright.trainer.recovery import handle_bad_step, index_in_stream
+from meshwright.trainer.replicas import Replicas, have_replicas
 from meshwright.trainer.summary import Summary
-from meshwright.trainer.tiers import Tiers
+from meshwright.trainer.tiers import Tiers, say
 from meshwright.trainer.watchdog import Watchdog
 
 __all__ = [
@@ -105,6 +107,7 @@ def train(
         watch_steps(stack, alarms or Alarms(AlarmOptions(), out), phases, events)
         watch_machine(stack, out, events)
         checkpoints = open_checkpoints(stack, device_run, out, phases, watchdog)
+        keep_processes(stack, out, phases, checkpoints)
         if start == "resume if exists":
             start = "resume" if checkpoints.steps() else "fresh"
         resumed = begin_or_resume(
@@ -180,6 +183,7 @@ class _Loop:
         """Last batch that was read."""
         self.explained = 0
         """Bad steps whose first tensor was looked for."""
+        self.replicas = Replicas(started.step)
 
     def train(self, state: State, began: float) -> Summary:
         """Trains to the end of the run or a signal.
@@ -187,6 +191,7 @@ class _Loop:
         began: time at which the opening of the run began.
         """
         loop_began = time.perf_counter()
+        self._note_replicas(state)
         if self.started.step < self.run.training.steps and not self.preemption.stops():
             self._compile()
         while True:
@@ -242,10 +247,12 @@ class _Loop:
                 step += 1
                 if time.monotonic() > self.goodput_due:
                     self._report_goodput(step - 1)
-                self.meter.push(step, metrics)
+                self.meter.push(step, metrics, self._samples_read(step))
                 if step == training.steps:
                     break
 
+                if self._compares_replicas_after(step):
+                    state = self._with_equal_replicas(step, self._settle(state, batch))
                 if _is_due(training.eval_every, step):
                     state = self._settle(state, batch)
                     self._evaluate(step, state)
@@ -259,9 +266,50 @@ class _Loop:
                 elif _is_due(self.run.local_checkpoints.every, step):
                     state = self._settle(state, batch)
                     self._save(step, state, self.checkpoints.save_locally)
-            return self._settle(state, batch), step, saved
+            state = self._settle(state, batch)
+            if self._compares_replicas and step > self.replicas.compared:
+                state = self._with_equal_replicas(step, state)
+            return state, step, saved
         finally:
             self.spent["input wait"] += self.feed.wait_seconds
+
+    @property
+    def _compares_replicas(self) -> bool:
+        """Whether replicas are compared at all."""
+        return bool(self.run.faults.check_replicas or self.run.faults.check_every)
+
+    def _compares_replicas_after(self, step: int) -> bool:
+        """Whether replicas are compared after a step: where asked for, and before every save."""
+        faults = self.run.faults
+        saves = (self.run.training.save_every, self.run.local_checkpoints.every)
+        return (
+            _is_due(faults.check_replicas, step)
+            or _is_due(faults.check_every, step)
+            or (self._compares_replicas and any(_is_due(every, step) for every in saves))
+        )
+
+    def _with_equal_replicas(self, step: int, state: State) -> State:
+        """Returns the state after a step, whose replicas are compared and, where they differ, replaced.
+
+        Raises _RollBack where no majority of them is equal: a checkpoint has no replicas that
+        differ.
+        """
+        self.phases.enter("step", step)
+        settled = self.replicas.make_equal(state, step)
+        if settled is None:
+            place = self.origin._replace(step=step, cursor=self._samples_read(step), data=None)
+            raise _RollBack(place)
+        if settled is not state:
+            self.meter.replaced()
+        return settled
+
+    def _note_replicas(self, state: State) -> None:
+        """Says where the comparison that is asked for has nothing to compare."""
+        if self._compares_replicas and not have_replicas(state):
+            say(
+                f"replicas are not compared: on mesh {self.device_run.layout.shape} no tensor is "
+                "on several devices"
+            )
 
     def _next_batch(self, step: int) -> Any:
         """Waits for the next batch."""
@@ -348,6 +396,7 @@ class _Loop:
             state = first_state(self.device_run, self.out)
             self.origin = place._replace(step=0, cursor=0)
         self.meter.rewind(self.origin.step, self.origin.norms)
+        self.replicas.compared = self.origin.step
         return state
 
     def _end(self, step: int) -> dict[str, Any]:
@@ -382,8 +431,9 @@ class _Loop:
         if size not in self.compiled:
             with self._spending(
                 "compiling", "compile", "compiling the train step", "compiled the train step"
-            ):
+            ) as work:
                 compiled: Any = self.prepared.compile(batch)
+                work.record = {"bytes": compiled.device_bytes}
             every = self.run.faults.check_every
             if every:
                 from meshwright.trainer.silent import checked

@@ -70,7 +70,7 @@ class Meter:
         self.norms: collections.deque[float] = collections.deque(maxlen=100)
         """Gradient norms of the last steps that were no spikes; empty where the run does not look
         for these."""
-        self._pending: tuple[int, Metrics] | None = None
+        self._pending: tuple[int, Metrics, int] | None = None
         self._losses: list[float] = []
         self._intervals: collections.deque[float] = collections.deque(maxlen=self._TIMED)
         self._read_at: float | None = None
@@ -88,9 +88,9 @@ class Meter:
         """Median time of a step, without what the loop does between steps."""
         return float(np.median(self._intervals)) if self._intervals else float("nan")
 
-    def push(self, step: int, metrics: Metrics) -> None:
-        """Keeps the metrics of a step that was just dispatched."""
-        self._pending = (step, metrics)
+    def push(self, step: int, metrics: Metrics, samples: int) -> None:
+        """Keeps the metrics of a step that was just dispatched. samples: read before its end since the run began."""
+        self._pending = (step, metrics, samples)
 
     def report(self, step: int, values: Values) -> None:
         """Passes values to every reporter."""
@@ -114,6 +114,10 @@ class Meter:
         for reporter in self._reporters:
             getattr(reporter, "rewind", lambda step: None)(step)
 
+    def replaced(self) -> None:
+        """Notes that the state was changed between two steps."""
+        self._watch.replaced()
+
     def read(self, spent: Mapping[str, float] | None = None) -> BadStep | None:
         """Waits for the pending step and reports it; returns it where it is bad.
 
@@ -126,7 +130,7 @@ class Meter:
         self.alarm = None
         if self._pending is None:
             return None
-        step, metrics = self._pending
+        step, metrics, samples = self._pending
         self._pending = None
         with waiting("the devices"):
             on_host = jax.device_get(metrics)
@@ -135,6 +139,7 @@ class Meter:
         values = {
             name: total / count if count else math.nan for name, (total, count) in sums.items()
         }
+        values[self._run.model.unit] = float(samples * self.per_sample)
         if self._ramp.parts:
             values["batch"] = float(self._ramp.batch(step - 1))
         now = time.perf_counter()

@@ -5,6 +5,7 @@ training ends.
 """
 
 import contextlib
+import dataclasses
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ import jax
 from meshwright.activity import activity, watched_by
 from meshwright.checkpoint.checkpoints import check_room
 from meshwright.checkpoint.steps import committed_steps, explained_writing
+from meshwright.data.batch import ramp_of
 from meshwright.hardware.agreement import agree, answer_of_the_first, choose_together
 from meshwright.hardware.hosts import store
+from meshwright.monitoring.processes import keeping_processes
 from meshwright.monitoring.watch import watching_machines
 from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines, last_start, last_step
@@ -31,7 +34,7 @@ from meshwright.step.state import State
 from meshwright.trainer.alarms import Alarms
 from meshwright.trainer.heartbeat import beating
 from meshwright.trainer.lock import locked
-from meshwright.trainer.prepare import Trainable
+from meshwright.trainer.prepare import Position, Trainable
 from meshwright.trainer.recovery import Resumed, begin, resume, run_identity
 from meshwright.trainer.relations import check_new
 from meshwright.trainer.tiers import Tiers, say
@@ -177,6 +180,14 @@ def open_checkpoints(
     return checkpoints
 
 
+def keep_processes(
+    stack: contextlib.ExitStack, out: Path, phases: Phases, checkpoints: Tiers
+) -> None:
+    """Keeps the table of the processes of the run, with their usual seconds and their memory, in the output folder."""
+    client = store() if jax.process_count() > 1 else None
+    stack.enter_context(keeping_processes(out, phases, client, checkpoints.check_folder))
+
+
 def begin_or_resume(
     prepared: Trainable,
     out: Path,
@@ -206,7 +217,7 @@ def begin_or_resume(
 
 def random_choice_note(run: Run) -> str:
     """Returns what a run from random weights should know of indexers that it does not train with the rest; "" if nothing."""
-    if run.init_from is not None:
+    if run.init_from is not None or not run.model.states_layers:
         return ""
     seq = run.training.seq
     indexers = [a.indexer for a in run.model.spec().attention if a.indexer is not None]
@@ -259,6 +270,30 @@ def open_reporters(
     return opened
 
 
+_MOST_SOURCES = 100
+"""Sources that an event names."""
+
+
+def _place_in_data(prepared: Trainable, position: Position) -> dict[str, Any]:
+    """Returns what places a run in its data: the units that it trains on in all, and what its samples are of.
+
+    How often each source was read follows from it and from the units in a line of metrics.
+    """
+    device_run = prepared.device_run
+    training = device_run.run.training
+    ramp = ramp_of(training)
+    ahead = ramp.read_before(training.steps) - ramp.read_before(position.step)
+    sources = prepared.sources()
+    return {
+        "unit": device_run.run.model.unit,
+        "units": (position.cursor + ahead) * device_run.units,
+        "per sample": device_run.units,
+        "first sample": device_run.run.data.first_sample,
+        "sources": [dataclasses.asdict(source) for source in sources[:_MOST_SOURCES]],
+        "more sources": max(0, len(sources) - _MOST_SOURCES),
+    }
+
+
 def _open_files(
     prepared: Trainable, out: Path, events: EventLog, resumed: Resumed, start: Start
 ) -> list[Reporter]:
@@ -298,6 +333,7 @@ def _open_files(
         how=start,
         identity=position.identity,
         checked=lines.checked,
+        data=_place_in_data(prepared, position),
         **optional,
     )
     files: list[Reporter] = [*trackers, events, lines]

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from meshwright.activity import activity
-from meshwright.data.batch import Batch, Epochs, ramp_of
+from meshwright.data.batch import Batch, Epochs, SourceSamples, ramp_of
 from meshwright.data.corpus import Check, Corpus, load_corpus, parse_source
 from meshwright.data.feed import (
     Feed,
@@ -115,6 +115,10 @@ class Trainable(abc.ABC):
         """Returns the passes over the training data; None where these have no end."""
         return None
 
+    def sources(self) -> Sequence[SourceSamples]:
+        """Returns the sources of the training samples; none where these have no end."""
+        return ()
+
     @abc.abstractmethod
     def feed(self, start: Position) -> Batches:
         """Returns the batches from a place in the training on."""
@@ -163,20 +167,28 @@ class PreparedRun(Trainable):
             stream = build_stream(list(self.train), list(self.corpus.weights), run.training.seed)
         return leave_out_first(stream, run.data.first_sample)
 
-    def epochs(self) -> Epochs:
-        """Returns the passes over the source that begins again first.
-
-        A source of n samples, whose share of the training is w, lasts for n / w samples of it.
-        """
-        training = self.device_run.run.training
+    def sources(self) -> Sequence[SourceSamples]:
+        """Returns the sources of the training samples that have a share of them."""
+        run = self.device_run.run
         if self.order is None:
             samples = [len(part) for part in self.train]
         else:
-            samples = [len(file.tokens) // training.seq for file in self.corpus.files]
+            samples = [len(file.tokens) // run.training.seq for file in self.corpus.files]
         weights = self.corpus.weights
         total = sum(weights)
-        lasts = [n * total / weight for n, weight in zip(samples, weights, strict=True) if weight]
-        return Epochs(ramp_of(training), max(min(lasts), 1))
+        names = [parse_source(path).path for path in run.data.paths]
+        if len(names) != len(weights):
+            names = [f"source {number}" for number in range(len(weights))]
+        return [
+            SourceSamples(name, count, weight / total)
+            for name, count, weight in zip(names, samples, weights, strict=True)
+            if weight
+        ]
+
+    def epochs(self) -> Epochs:
+        """Returns the passes over the source that begins again first."""
+        shortest = min(source.lasts for source in self.sources())
+        return Epochs(ramp_of(self.device_run.run.training), max(shortest, 1))
 
     def feed(self, start: Position) -> Feed:
         """Returns the batches from a global sample on."""

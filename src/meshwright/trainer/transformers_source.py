@@ -27,9 +27,11 @@ from meshwright.sharding.params import Param, named_leaves
 
 Named = tuple[TensorName, np.ndarray]
 
-_ATTENTION = ("self_attn", "attn", "attention", "linear_attn", "mamba")
+_ONLY_HALF = "mixer"
+"""The half of a layer that has only one (Nemotron-H)."""
+_ATTENTION = ("self_attn", "attn", "attention", "linear_attn", "mamba", _ONLY_HALF)
 _SHARED = "shared_mlp"
-_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "moe", _SHARED)
+_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "moe", _SHARED, _ONLY_HALF)
 _OUTPUT_PROJECTION = ("o_proj", "c_proj", "out_proj", "dense")
 _NORM_AFTER_ATTENTION = ("post_attention_layernorm",)
 _NORM_AFTER_MLP = ("post_feedforward_layernorm",)
@@ -248,6 +250,8 @@ class _Step:
     def _capture_attention(self, capture: "_Capture", number: int, module: Any) -> None:
         """Captures input, heads and output of the attention half, where `transformers` names it."""
         block = self._blocks[number]
+        if block.attention is None:
+            return
         attention = _child(module, _ATTENTION)
         if attention is not None:
             capture.input_of(attention, "attention input")
@@ -265,6 +269,8 @@ class _Step:
     def _capture_feed_forward(self, capture: "_Capture", number: int, module: Any) -> None:
         """Captures input and output of the feed-forward half, where `transformers` names it."""
         block = self._blocks[number]
+        if block.feed_forward is None:
+            return
         feed_forward = _child(module, _FEED_FORWARD)
         if feed_forward is not None:
             capture.input_of(feed_forward, "feed-forward input")

@@ -46,6 +46,8 @@ class Series:
     """Text of each point; its first line is a title."""
     under: bool = False
     """Whether it is drawn below the others, which it would hide."""
+    run: str = ""
+    """Run that it is of, by whose scales another x axis has its values; see `AxisChoice`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Mark:
     colour: str = "limit"
     fit: bool = False
     """Whether the axis reaches at least to the mark."""
+    run: str = ""
+    """Run that a mark on the x axis is of, as of `Series`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +77,30 @@ class Chart(Block):
     """Weight of the moving average that a slider begins with; None for no slider."""
     height: int = 340
     """Most pixels; a narrow page has fewer."""
+    across: str = ""
+    """Link of the `AxisChoice` that chooses its x axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Values that a run had at some steps, between which they are linear: its tokens, or its time."""
+
+    steps: Sequence[float]
+    values: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisChoice(Block):
+    """Buttons with which the reader chooses the x axis of charts; the choice is kept in the page's address.
+
+    Charts of which `across` is the link follow it. Their data are steps.
+    """
+
+    link: str
+    axes: Sequence[Axis]
+    """The axis of the charts' own data, and those that may take its place."""
+    scales: Mapping[str, Mapping[str, Scale]]
+    """Label of each further axis -> name of a run -> its values."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Blocks of a run's page with the health of its tensors: layers by steps as a picture, the first outlier marked."""
+"""Blocks of a run's page with the health of its tensors: norms per layer, and layers by steps as pictures."""
 
 import math
 from collections.abc import Sequence
@@ -7,13 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.reporters.health import History, Series
-from meshwright.reporters.outliers import Baseline
-from meshwright.step.health import FIGURES
-from meshwright.views.blocks import Block, Text
+from meshwright.reporters.outliers import FEWEST, Baseline
+from meshwright.step.health import FIGURES, GRADIENT, PARAMETER, UPDATE
+from meshwright.views.blocks import Block, Cell, Column, Table, Text, Tone
 from meshwright.views.charts import Drawing
 
 _COLUMNS = 160
 """Most columns of a picture; each is the furthest of the records that it stands for."""
+_ROWS = 16
+"""Layers of the table that a page shows before a button shows more."""
+_NOT_FINITE = "not finite"
+_RELATIVE = "update / parameter"
+"""Column of the relative update."""
+_NORMS = (GRADIENT, PARAMETER, UPDATE)
+"""Figures that are square roots of sums: that of a layer is of the sum over its tensors."""
 
 
 class Outlier(NamedTuple):
@@ -36,18 +43,76 @@ class Outlier(NamedTuple):
 
 
 def health_blocks(history: History) -> list[Block]:
-    """Returns a picture for each figure of health; nothing for a run without records."""
+    """Returns the norms per layer of the last record, and a picture for each figure; nothing without records."""
     if not history.steps:
         return []
     factors, first = _measured(history)
     blocks: list[Block] = []
     if first is not None:
         blocks.append(Text([f"First outlier: {first}."], tone="bad"))
+    blocks.append(_norms(history))
+    if len(history.steps) <= FEWEST and first is None:
+        blocks.append(Text([_too_few(history)], tone="faded"))
+        return blocks
     for figure in FIGURES:
         rows = _rows_of(history.series, figure)
         if rows:
             blocks.append(_picture(history, figure, rows, factors, first))
     return blocks
+
+
+def _too_few(history: History) -> str:
+    """Returns why there are no pictures of few records."""
+    number = len(history.steps)
+    records = "1 record" if number == 1 else f"{number} records"
+    return (
+        f"Pictures of layers by steps compare each number with its median in {FEWEST} records before, and "
+        f"this run has {records} so far (--training.health-every)."
+    )
+
+
+def _norms(history: History) -> Table:
+    """Returns the figures of each layer, and of each tensor outside the layers, in the last record."""
+    values = history.values[-1].astype(np.float64)
+    by_figure = {}
+    for figure in FIGURES:
+        layers = _rows_of(history.series, figure)
+        if layers:
+            by_figure[figure] = {
+                layer: _combined(figure, values[np.array(positions)])
+                for layer, positions in layers.items()
+            }
+    if PARAMETER in by_figure and UPDATE in by_figure:
+        by_figure[_RELATIVE] = _ratios(by_figure[UPDATE], by_figure[PARAMETER])
+    columns = [Column("layer"), *(Column(figure, "number") for figure in by_figure)]
+    rows: list[list[Cell]] = []
+    tones: list[Tone] = []
+    for layer in dict.fromkeys(layer for numbers in by_figure.values() for layer in numbers):
+        numbers = [by_layer.get(layer) for by_layer in by_figure.values()]
+        cells: list[Cell] = [_cell(number) for number in numbers]
+        rows.append([layer, *cells])
+        tones.append("bad" if _NOT_FINITE in cells else "")
+    title = f"Norms per layer, step {history.steps[-1]:,}"
+    note = "Of all tensors of a layer together, in the last record."
+    return Table(columns, rows, tones=tones, title=title, note=note, shown=_ROWS)
+
+
+def _ratios(over: dict[str, float], under: dict[str, float]) -> dict[str, float]:
+    """Returns the quotients of two figures, of the layers that have one."""
+    return {layer: over[layer] / number for layer, number in under.items() if number}
+
+
+def _cell(number: float | None) -> Cell:
+    if number is None or math.isfinite(number):
+        return number
+    return _NOT_FINITE
+
+
+def _combined(figure: str, numbers: np.ndarray) -> float:
+    """Returns a figure of several tensors: the norm of all of them, else the largest."""
+    if figure in _NORMS:
+        return float(np.sqrt(np.sum(numbers**2)))
+    return float(np.max(numbers))
 
 
 def _measured(history: History) -> tuple[np.ndarray, Outlier | None]:

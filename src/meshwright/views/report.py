@@ -22,7 +22,18 @@ from meshwright.views.charts import Drawing
 from meshwright.views.colours import css_variables
 from meshwright.views.terminal import print_blocks
 
-SCRIPTS = ("dom", "scale", "store", "chart", "table", "timeline", "blocks", "drawings", "page")
+SCRIPTS = (
+    "dom",
+    "scale",
+    "store",
+    "axis",
+    "chart",
+    "table",
+    "timeline",
+    "blocks",
+    "drawings",
+    "page",
+)
 """Modules of the script, each after those that it imports."""
 
 

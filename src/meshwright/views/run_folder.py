@@ -12,13 +12,14 @@ from typing import Any
 
 from meshwright.documents import check_inside, parse_json, read_json, real, step_of
 from meshwright.errors import ConfigError
+from meshwright.monitoring.processes import NAME as PROCESSES_FILE
 from meshwright.reporters.followed import follow_lines
 from meshwright.reporters.goodput import EventTimes, StepTimes
 from meshwright.reporters.health import NAME as HEALTH_FILE
 from meshwright.reporters.health import History
 from meshwright.storage.paths import bucket_path, in_bucket
 
-_DOCUMENTS = ("run.json", "foresight.json", "profile.json")
+_DOCUMENTS = ("run.json", "foresight.json", "profile.json", PROCESSES_FILE)
 _METRICS = "metrics.jsonl"
 _EVENTS = "events.jsonl"
 _STRETCHES = 1000
@@ -124,6 +125,8 @@ class RunFolder:
         self.folder = folder
         self.name = folder.resolve().name
         self.curves: dict[str, Curve] = {}
+        self.times = Curve()
+        """Unix seconds at which each step was reported."""
         self.step_times = StepTimes()
         self.left_out: collections.Counter[str] = collections.Counter()
         """What could not be read, by what it is, with its number."""
@@ -156,6 +159,7 @@ class RunFolder:
         anew, lines = self._metrics.read()
         if anew:
             self.curves = {}
+            self.times = Curve()
             self.step_times = StepTimes()
             self._forget_left_out(_METRICS)
         for record in self._records(lines, _METRICS):
@@ -196,6 +200,9 @@ class RunFolder:
     def _add_metrics(self, record: dict[str, Any]) -> None:
         step = int(record.pop("step"))
         self.step_times.add(record)
+        time = real(record.pop("time", None))
+        if time is not None and "loss" in record:
+            self.times.add(step, time)
         for name, value in record.items():
             # The writer has null for what is not finite; a number that is neither comes from
             # elsewhere.

@@ -16,7 +16,7 @@ from rich.console import Console
 from meshwright.documents import real
 from meshwright.formatting import format_step, format_time
 from meshwright.reporters import BETWEEN
-from meshwright.reporters.goodput import METRIC, METRICS
+from meshwright.reporters.goodput import METRIC, METRICS, TIMES
 from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_to_dict, split_chosen
@@ -37,8 +37,10 @@ from meshwright.views.charts import Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
 from meshwright.views.health_blocks import health_blocks
 from meshwright.views.report import Live, Report, Section
+from meshwright.views.run_data import LINK, STEPS, UNITS, axis_choice, data_blocks
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects
 from meshwright.views.run_goodput import goodput_of
+from meshwright.views.run_hosts import host_blocks, memory_blocks
 from meshwright.views.run_status import RunStatus, median_of, restarts_of, run_status
 from meshwright.views.terminal import print_blocks
 
@@ -92,27 +94,26 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
     recipes: dict[str, Any] = {
         name: run_to_dict(find_recipe(name)) for name in list_recipes() if name in names
     }
-    charts: Block = Text(["No step is over yet."], tone="faded")
-    found = _charts(folders)
-    if found:
-        charts = Grid(found)
     sections = [
         Section("Overview", [_overview(folders), *_left_out(folders)]),
         Section("Alarms", _alarms(folders), "Times at which no step came, the last first."),
-        Section("Curves", [charts]),
-        Section("First bad tensor", _first_tensors(folders), "Who was first, step by step."),
+        Section("First bad tensor", _bad_steps(folders), "Who was first, step by step."),
         *_health_sections(folders),
         Section(
             "Goodput",
             _goodput_tables(folders),
             "Where the time of the run went since it began, restarts included.",
         ),
-        Section("Time", _times(folders), "Where the seconds between one step and the next go."),
+        Section("Hosts", _hosts(folders), "Each process: its last sign, and where its time goes."),
         Section(
             "Machines",
             _machine_tables(folders),
             "Devices, links and hosts that left what a healthy machine has, the last first.",
         ),
+        Section("Data", _data(folders), "How far the run is in its data."),
+        Section("Curves", _curves(folders)),
+        Section("Memory", _memory(folders), "The most that was in use so far."),
+        Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section("What happened", [_event_table(folders)]),
         Section("Samples", _samples(folders), "Text sampled from the model, the last first."),
         Section("Configuration", _configuration(folders, recipes)),
@@ -141,6 +142,39 @@ def _tab(folders: Sequence[RunFolder]) -> str:
     return f"step {loss.last_step:,}, loss {loss.recent[-1]:.4f}, {folders[0].name}"
 
 
+def _curves(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the curves of runs over each other, and the choice of their x axis."""
+    charts = _charts(folders)
+    if not charts:
+        return [Text(["No step is over yet."], tone="faded")]
+    return [*axis_choice(folders), Grid(charts)]
+
+
+def _hosts(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the table of each run's processes."""
+    now = time.time()
+    blocks: list[Block] = []
+    for folder in folders:
+        blocks += host_blocks(folder, now, folder.name if len(folders) > 1 else "")
+    return blocks
+
+
+def _data(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the place of each run in its data."""
+    blocks: list[Block] = []
+    for folder in folders:
+        blocks += data_blocks(folder, folder.name if len(folders) > 1 else "")
+    return blocks
+
+
+def _memory(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the memory of each run's devices and processes."""
+    blocks: list[Block] = []
+    for folder in folders:
+        blocks += memory_blocks(folder, _suffix(folders, folder))
+    return blocks
+
+
 def _alarms(folders: Sequence[RunFolder]) -> list[Block]:
     """Returns the alarms of runs whose steps did not come."""
     blocks: list[Block] = []
@@ -153,12 +187,13 @@ def _alarms(folders: Sequence[RunFolder]) -> list[Block]:
     return blocks
 
 
-def _first_tensors(folders: Sequence[RunFolder]) -> list[Block]:
-    """Returns the lines that runs have said of their bad steps."""
+def _bad_steps(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the lines that runs have said of their bad steps, and of replicas that differed."""
     blocks: list[Block] = []
     for folder in folders:
         prefix = f"{folder.name}, " if len(folders) > 1 else ""
-        for event in folder.events_of("first tensor"):
+        events = [*folder.events_of("first tensor"), *folder.events_of("replica")]
+        for event in events:
             lines = event.get("lines")
             if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
                 title = f"{prefix}step {int(real(event.get('bad')) or 0):,}"
@@ -195,6 +230,11 @@ def _lead(folders: Sequence[RunFolder]) -> str:
 def _prefix(folders: Sequence[RunFolder], folder: RunFolder, separator: str) -> str:
     """Returns what marks the parts of one run in a page of several; empty for a single run."""
     return f"{folder.name}{separator} " if len(folders) > 1 else ""
+
+
+def _suffix(folders: Sequence[RunFolder], folder: RunFolder) -> str:
+    """Returns what a title has behind it in a page of several runs; empty for a single run."""
+    return f", {folder.name}" if len(folders) > 1 else ""
 
 
 def _samples(folders: Sequence[RunFolder]) -> list[Block]:
@@ -240,16 +280,23 @@ _TONES: dict[str, Tone] = {
 }
 
 
-def _state_figure(folder: RunFolder, status: RunStatus) -> Figure:
+def _state_figures(status: RunStatus, restarts: int) -> list[Figure]:
+    """Returns what a run does and, while steps are expected of it, the age of the last one."""
+    tone = _TONES.get(status.state, "")
     details = []
-    if status.summary != status.word:
+    if status.state != "running" and status.summary != status.word:
         details.append(status.summary.removeprefix(f"{status.word}: "))
-    restarts = folder.event_counts["start"] - 1
     if restarts > 0:
         details.append(f"{restarts} restart{'s' * (restarts > 1)}")
     if status.steps_lost:
         details.append(f"{status.steps_lost:,} steps taken again")
-    return Figure("state", status.word, "; ".join(details), _TONES.get(status.state, ""))
+    found = [Figure("state", status.word, "; ".join(details), tone)]
+    if status.progresses and status.age is not None:
+        usual = ""
+        if status.step_seconds is not None:
+            usual = f"a step takes {format_step(status.step_seconds)}"
+        found.append(Figure("age of last step", format_time(status.age), usual, tone))
+    return found
 
 
 def _left_out(folders: Sequence[RunFolder]) -> list[Block]:
@@ -267,7 +314,8 @@ def _figures(folder: RunFolder) -> list[Figure]:
     held_out = folder.curves.get(_HELD_OUT)
     status = run_status(folder)
     of_steps = "" if status.steps is None else f"of {status.steps:,}"
-    found = [_state_figure(folder, status), Figure("step", f"{status.step:,}", of_steps)]
+    found = _state_figures(status, folder.event_counts["start"] - 1)
+    found.append(Figure("step", f"{status.step:,}", of_steps))
     if loss.count:
         last = list(loss.recent)[-20:]
         recent = [value for value in last if math.isfinite(value)]
@@ -337,7 +385,7 @@ def loss_unit(folder: RunFolder) -> str:
 
 def _charts(folders: Sequence[RunFolder]) -> list[Block]:
     """Returns a chart of each metric that a run has, the known ones first."""
-    known = {*_CURVES, _HELD_OUT, *METRICS, *(f"{name} seconds" for name in _PARTS)}
+    known = {*_CURVES, *UNITS, _HELD_OUT, *METRICS, *(f"{name} seconds" for name in _PARTS)}
     others = {name for folder in folders for name in folder.curves} - known
     metrics = dict(_CURVES)
     for name in sorted(others):
@@ -359,9 +407,18 @@ def _charts(folders: Sequence[RunFolder]) -> list[Block]:
             predicted = _predicted(folder).get(metric)
             if predicted:
                 marks.append(Mark("y", predicted, "foreseen", fit=True))
-        steps = Axis("step", "integer", toggle=True)
         found.append(
-            Chart(steps, axis, series, marks, smoothing=0.0, height=320, title=title, note=note)
+            Chart(
+                STEPS,
+                axis,
+                series,
+                marks,
+                smoothing=0.0,
+                height=320,
+                across=LINK,
+                title=title,
+                note=note,
+            )
         )
     return found
 
@@ -374,7 +431,7 @@ def _series(folders: Sequence[RunFolder], metric: str) -> list[Series]:
         colour = series_colour(number)
         if metric in folder.curves:
             name = folder.name if several else metric
-            series.append(_line(name, folder.curves[metric], colour))
+            series.append(_line(name, folder.curves[metric], colour, run=folder.name))
         if metric == "loss":
             colour_of_points = colour if several else "c2"
             series += _points_on_loss(folder, _prefix(folders, folder, ","), colour_of_points)
@@ -439,12 +496,20 @@ def _points_on_loss(folder: RunFolder, prefix: str, colour: str) -> list[Series]
                 marker="square",
                 tips=tips,
                 under=True,
+                run=folder.name,
             )
         )
     if _HELD_OUT in folder.curves:
         held_out = folder.curves[_HELD_OUT]
         found.append(
-            _line(f"{prefix}{_HELD_OUT}", held_out, colour, style="points", marker="diamond")
+            _line(
+                f"{prefix}{_HELD_OUT}",
+                held_out,
+                colour,
+                style="points",
+                marker="diamond",
+                run=folder.name,
+            )
         )
     return found
 
@@ -460,8 +525,10 @@ def _marks(folder: RunFolder, prefix: str) -> list[Mark]:
     marks = []
     for restart in restarts_of(folder):
         colour = "c2" if restart.kind == "restart" else "c4"
-        marks.append(Mark("x", restart.step, f"{prefix}{restart.label}", colour))
-    marks += [Mark("x", step, f"{prefix}bad step", "bad") for step, _ in folder.bad_steps()]
+        label = f"{prefix}{restart.label}"
+        marks.append(Mark("x", restart.step, label, colour, run=folder.name))
+    for step, _ in folder.bad_steps():
+        marks.append(Mark("x", step, f"{prefix}bad step", "bad", run=folder.name))
     return marks[-40:]
 
 
@@ -616,7 +683,7 @@ def _detail(event: Mapping[str, Any]) -> str:
 
     For example `mesh fsdp=4, devices 4, processes 1, kind cpu, fresh`.
     """
-    known = ("run", "time", "step", "event", "seconds", "text")
+    known = ("run", "time", "step", "event", "seconds", "text", "data", "checked", TIMES)
     found = {name: value for name, value in event.items() if name not in known}
     return ", ".join(
         f"{value}" if name in ("how", "") else f"{name} {value}" for name, value in found.items()

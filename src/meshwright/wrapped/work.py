@@ -55,6 +55,7 @@ def work_of_loss(model: Any, placed: PlacedRun) -> Work:
     return Work(
         tokens=examples,
         layers=0,
+        halves=0,
         width=0,
         matmuls=tuple(matmuls),
         unembedding=_NONE,

@@ -44,6 +44,8 @@ _SPACE = {
     "shared_intermediate_size": 48, "layer_types": ["linear_attention", "full_attention"], "hidden_size": 32,
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
 }  # fmt: skip
+_KIND = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+"""Kinds of Nemotron-H's layers by the letters of published configurations."""
 _GROWING = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
@@ -91,6 +93,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-4-moe": ("GraniteMoeHybrid", {
         **_TWO, **_FACTORS, **_SPACE, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
         "position_embedding_type": "rope",
+    }),
+    "nemotron-h": ("NemotronH", {
+        **{name: value for name, value in _SIZES.items() if name != "num_hidden_layers"},
+        **_ROUTED, "hidden_size": 32, "intermediate_size": 48, "moe_shared_expert_intermediate_size": 48, "head_dim": 8,
+        "layers_block_type": [_KIND[letter] for letter in "M*MEME-"], "norm_topk_prob": True,
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "time_step_min": 0.6,
     }),
     "arcee": ("Arcee", {**_TWO, "mlp_bias": True}),
     "cohere": ("Cohere", {**_TWO, "logit_scale": 0.5, "attention_bias": True, "pad_token_id": None}),
@@ -185,19 +193,22 @@ def table_of(folder: Path) -> dict[str, Any]:
 theirs.table_of = table_of
 
 
-_read_config = transformers.GraniteMoeHybridConfig.from_dict
+def with_infinite_limit(config_class: Any) -> None:
+    """Lets a class of configurations read an infinite limit as it writes it."""
+    read_config = config_class.from_dict
+
+    def read(values: dict[str, Any], **others: Any) -> Any:
+        limit = values.get("time_step_limit")
+        if limit is not None:
+            numbers = [float(x["__float__"]) if isinstance(x, dict) else x for x in limit]
+            values = {**values, "time_step_limit": numbers}
+        return read_config(values, **others)
+
+    config_class.from_dict = read
 
 
-def read_config(values: dict[str, Any], **others: Any) -> Any:
-    """A configuration from its fields, of which an infinite limit is a number again."""
-    limit = values.get("time_step_limit")
-    if limit is not None:
-        numbers = [float(x["__float__"]) if isinstance(x, dict) else x for x in limit]
-        values = {**values, "time_step_limit": numbers}
-    return _read_config(values, **others)
-
-
-transformers.GraniteMoeHybridConfig.from_dict = read_config
+with_infinite_limit(transformers.GraniteMoeHybridConfig)
+with_infinite_limit(transformers.NemotronHConfig)
 
 
 def _write(folder: Path, name: str, scripts: list[Path], *contents: Any) -> None:

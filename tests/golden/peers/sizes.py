@@ -37,6 +37,13 @@ _QWEN_LARGE_MOE = {
     "shared_expert_intermediate_size": 1024,
 }  # fmt: skip
 
+
+def _kinds(pattern: str) -> list[str]:
+    """Kinds of Nemotron-H's layers from the letters of a published configuration."""
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return [names[letter] for letter in pattern]
+
+
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5-0.8B": ("Qwen3_5ForCausalLM", {
         "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
@@ -91,6 +98,19 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite-4.0-H-Small": ("GraniteMoeHybridForCausalLM", {
         **_GRANITE_4, "intermediate_size": 768, "shared_intermediate_size": 1536, "num_local_experts": 72,
         "num_experts_per_tok": 10,
+    }),
+    "Nemotron-H-8B": ("NemotronHForCausalLM", {
+        "layers_block_type": _kinds("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
+    }),
+    "Nemotron-Nano-9B-v2": ("NemotronHForCausalLM", {
+        "hidden_size": 4480, "intermediate_size": 15680, "num_attention_heads": 40, "mamba_head_dim": 80,
+        "layers_block_type": _kinds("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"),
+    }),
+    "Nemotron-3-Nano-30B-A3B": ("NemotronHForCausalLM", {
+        "hidden_size": 2688, "intermediate_size": 1856, "num_key_value_heads": 2, "mamba_num_heads": 64,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+        "layers_block_type": _kinds("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
     }),
     "AFM-4.5B": ("ArceeForCausalLM", {
         "vocab_size": 128004, "num_hidden_layers": 36, "num_attention_heads": 20, "num_key_value_heads": 4,

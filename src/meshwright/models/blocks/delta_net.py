@@ -31,6 +31,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import all_gather
 from meshwright.models.blocks.layers import linear, linears, rms_norm
+from meshwright.models.blocks.recurrence import (
+    Carried,
+    abstract_carried,
+    chunk_of,
+    chunked,
+    chunked_values,
+    convolved,
+    decays_of,
+    last_inputs,
+    tokens_before,
+    tokens_of_chunks,
+    zero_carried,
+)
 from meshwright.models.model import ForwardContext, Gathered, Kind, MatmulSizes, Recurrence, Widths
 from meshwright.models.remat import ATTN_OUT, QKV, recomputed
 from meshwright.sharding.params import Param
@@ -80,13 +93,11 @@ class DeltaSpec(Recurrence):
         """Returns the tokens of a chunk: a power of two up to 64, so that the blocks of its matrices pair."""
         return chunk_of(seq)
 
-    def carried(self, batch: int) -> "Carried":
-        """Returns the state of one layer."""
+    def carried(self, batch: int) -> Carried:
+        """Returns the state of one layer: states are [N, B, G, key size, value size]."""
         inputs = (self.heads, batch, self.taps - 1, self.channels)
         states = (self.heads, batch, self.groups, self.key_size, self.value_size)
-        return Carried(
-            jax.ShapeDtypeStruct(inputs, jnp.float32), jax.ShapeDtypeStruct(states, jnp.float32)
-        )
+        return abstract_carried(inputs, states)
 
     def matmuls(self, seq: int) -> list[MatmulSizes]:
         """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
@@ -139,20 +150,6 @@ class DeltaSpec(Recurrence):
         return 4.0 * (self.heads * self.groups * (matrices + rows) + 2 * self.state / C)
 
 
-class Carried(NamedTuple):
-    """Input that linear attention's later tokens need of those before them, of one size after any number of tokens."""
-
-    inputs: Any
-    """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32."""
-    states: Any
-    """[N, B, G, key size, value size], float32."""
-
-
-def chunk_of(tokens: int) -> int:
-    """Returns the tokens of a chunk of a sequence of `tokens`: a power of two, at most 64."""
-    return min(64, 1 << max(0, tokens - 1).bit_length())
-
-
 class DeltaInputs(NamedTuple):
     """Inputs of a layer's tokens, before the convolution.
 
@@ -179,15 +176,13 @@ def delta_net(
     (B, T, N, H), (G, F) = x.k.shape, x.v.shape[3:]
     mixed_BTNF = _convolved_features(x)
     if carried is None:
-        inputs = jnp.zeros((N, B, taps_NFW.shape[-1] - 1, mixed_BTNF.shape[-1]), jnp.float32)
-        carried = Carried(inputs, jnp.zeros((N, B, G, H, F), jnp.float32))
-    before_BTNF = carried.inputs.transpose(1, 2, 0, 3).astype(mixed_BTNF.dtype)
-    joined_BTNF = jnp.concatenate([before_BTNF, mixed_BTNF], 1)
+        inputs = (N, B, taps_NFW.shape[-1] - 1, mixed_BTNF.shape[-1])
+        carried = zero_carried(inputs, (N, B, G, H, F))
+    joined_BTNF = jnp.concatenate([tokens_before(carried, mixed_BTNF.dtype), mixed_BTNF], 1)
     mixed = _after_convolution(x, joined_BTNF, taps_NFW, positions_BT)
     with jax.named_scope("delta rule"):
         out, states = gated_delta_rule(mixed, positions_BT == 0, carried.states)
-    last = joined_BTNF[:, T:].transpose(2, 0, 1, 3).astype(jnp.float32)
-    return out.astype(x.v.dtype), Carried(last, states)
+    return out.astype(x.v.dtype), Carried(last_inputs(joined_BTNF[:, T:]), states)
 
 
 def delta_net_of_segments(
@@ -249,38 +244,14 @@ def _after_convolution(
 ) -> DeltaInputs:
     """Returns `x` with queries, keys and values after the convolution. joined_BTNF: with W - 1 tokens before."""
     H = x.k.shape[-1]
-    mixed_BTNF = _mixed(joined_BTNF, taps_NFW, positions_BT)
+    mixed_BTNF = convolved(joined_BTNF, taps_NFW, positions_BT)
     q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
     return x._replace(q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(x.v.shape))
 
 
 @recomputed
-def _mixed(joined_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax.Array) -> jax.Array:
-    return jax.nn.silu(causal_convolution(joined_BTNF, taps_NFW, positions_BT))
-
-
-@recomputed
 def _gated(out_BTNGH: jax.Array, gate_BTNGH: jax.Array) -> jax.Array:
     return out_BTNGH * jax.nn.silu(gate_BTNGH.astype(jnp.float32)).astype(out_BTNGH.dtype)
-
-
-def causal_convolution(
-    x_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax.Array
-) -> jax.Array:
-    """Convolves each channel with its own W taps, within documents.
-
-    x_BTNF: the W - 1 tokens before `positions_BT`, then the tokens of `positions_BT`.
-    """
-    taps, T = taps_NFW.shape[-1], positions_BT.shape[1]
-    out = jnp.zeros_like(x_BTNF[:, :T])
-    for back in range(taps):
-        first = taps - 1 - back
-        seen_BT = positions_BT >= back
-        out += (
-            jnp.where(seen_BT[..., None, None], x_BTNF[:, first : first + T], 0)
-            * taps_NFW[..., first]
-        )
-    return out
 
 
 class Chunks(NamedTuple):
@@ -304,48 +275,6 @@ def _unit(x: jax.Array) -> jax.Array:
     """Returns vectors of length 1 in float32, along the last dimension."""
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
-
-
-def chunked(x: jax.Array, C: int) -> jax.Array:
-    """Splits [B, T, N, ...] into [chunks, N, B, C, ...], float32; zeros fill the last chunk and change nothing."""
-    B, T = x.shape[:2]
-    padding = ((0, 0), (0, -T % C), *((0, 0),) * (x.ndim - 2))
-    x = jnp.pad(x.astype(jnp.float32), padding)
-    return jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), (1, 3), (0, 1))
-
-
-def chunked_values(x: jax.Array, C: int) -> jax.Array:
-    """Splits [B, T, N, G, ...] into [chunks, N, B, G, C, ...], as `chunked` does."""
-    return jnp.moveaxis(chunked(x, C), 4, 3)
-
-
-class Decays(NamedTuple):
-    """Decays of states between tokens of a chunk, 0 across documents: [chunks, N, B, G, ...], float32."""
-
-    within: jax.Array
-    """From token j to token i of the chunk: exp(g_{j+1} + ... + g_i) where j <= i, [C, C]."""
-    from_before: jax.Array
-    """From before the chunk to token i: exp(g_1 + ... + g_i), [C]."""
-    to_end: jax.Array
-    """From token i to the end of the chunk: exp(g_{i+1} + ... + g_C), [C]."""
-
-
-def decays_of(decay_BTNG: jax.Array, starts_BT: jax.Array, C: int) -> Decays:
-    """Returns the decays of chunks of C tokens.
-
-    decay_BTNG: log decay g of each state, at most 0.  starts_BT: whether a token begins a document.
-    """
-    # The first token of a document decays nothing: what was there is left out below.
-    decay = chunked_values(jnp.where(starts_BT[..., None, None], 0.0, decay_BTNG), C)
-    # Documents are counted from the one before the chunk, which is 0: [chunks, 1, B, 1, C].
-    document = jnp.cumsum(chunked(starts_BT[:, :, None], C)[:, 0], -1)[:, None, :, None]
-
-    total = jnp.cumsum(decay, -1)
-    same_document = document[..., :, None] == document[..., None, :]
-    earlier = jnp.tril(jnp.ones((C, C), bool)) & same_document
-    exponent = jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf)
-    to_end = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])
-    return Decays(jnp.exp(exponent), jnp.exp(total) * (document == 0), to_end)
 
 
 def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
@@ -407,13 +336,7 @@ def gated_delta_rule(
     T = x.v.shape[1]
     chunks = _chunks_of(x, starts_BT, chunk_of(T))
     states, out = lax.scan(_pass_chunk, states, chunks)
-    return _tokens_of_chunks(out, T), states
-
-
-def _tokens_of_chunks(out: jax.Array, T: int) -> jax.Array:
-    """Returns [B, T, N, G, F] from [chunks, N, B, G, C, F]."""
-    _, N, B, G, _, F = out.shape
-    return out.transpose(2, 0, 4, 1, 3, 5).reshape(B, -1, N, G, F)[:, :T]
+    return tokens_of_chunks(out, T), states
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
@@ -429,7 +352,7 @@ def gated_delta_rule_of_segments(
     changes = _gather_segments(jnp.moveaxis(_changes_of(chunks), 1, 0), sequence)
     states = jnp.moveaxis(_states_before(changes, sequence), 1, 0)
     _, out = lax.scan(_pass_chunk, states, chunks)
-    return _tokens_of_chunks(out, T)
+    return tokens_of_chunks(out, T)
 
 
 def _changes_of(chunks: Chunks) -> jax.Array:
@@ -538,35 +461,54 @@ class DeltaNet(Kind):
         return {"recurrence": self.delta}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
-        """Returns the attention of a step's tokens, or of a decoding step's."""
-        names = ("query", "key", "value", "value_gate", "rate", "step")
+        """Returns the attention of a step's tokens, or of a decoding step's.
+
+        q, k, v, gate, b, s = h Wq, h Wk, h Wv, h Wg, h Wb, h Ws
+        decay = -exp(a_log) softplus(s + step_bias);  rate = sigmoid(b)
+        out = (rms_norm(delta_net(q, k, v, decay, rate)) * silu(gate)) Wo
+        """
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
-            products = ctx.column_parallel(linears, h_BTD, [w[name] for name in names])
-            q_BTNH, k_BTNH, v_BTNGH, gate_BTNGH = (checkpoint_name(x, QKV) for x in products[:4])
-            rate_BTNG, step_BTNG = (x.astype(jnp.float32) for x in products[4:])
-            decay_BTNG = -jnp.exp(w["a_log"]) * jax.nn.softplus(step_BTNG + w["step_bias"])
-            x = DeltaInputs(q_BTNH, k_BTNH, v_BTNGH, decay_BTNG, jax.nn.sigmoid(rate_BTNG))
-            values = w["value_taps"]
-            flat = values.reshape(values.shape[0], -1, values.shape[-1])
-            taps_NFW = jnp.concatenate([w["query_taps"], w["key_taps"], flat], 1)
-
-            def step(
-                x: DeltaInputs, positions_BT: jax.Array, carried: Carried | None
-            ) -> tuple[jax.Array, Carried]:
-                return delta_net(x, taps_NFW, positions_BT, carried)
-
-            def split_step(
-                x: DeltaInputs, positions_BT: jax.Array, sequence: SequenceSplit
-            ) -> jax.Array:
-                return delta_net_of_segments(x, taps_NFW, positions_BT, sequence)
-
-            out_BTNGH = checkpoint_name(ctx.recur(step, x, split_step), ATTN_OUT)
+            x, gate_BTNGH = self._inputs(ctx, h_BTD, w)
+            out_BTNGH = checkpoint_name(self._recur(ctx, x, self._taps(w)), ATTN_OUT)
             out_BTNGH = ctx.record("attention heads", out_BTNGH, split="tensor")
-            out_BTNGH = rms_norm(out_BTNGH, w["value_norm"], self.epsilon)
-            out_BTNGH = _gated(out_BTNGH, gate_BTNGH)
-            return ctx.row_parallel(
-                functools.partial(linear, contract=3), out_BTNGH, w["attention_out"]
-            )
+            normal_BTNGH = rms_norm(out_BTNGH, w["value_norm"], self.epsilon)
+            return ctx.row_parallel(_project, _gated(normal_BTNGH, gate_BTNGH), w["attention_out"])
 
         return mix
+
+    def _inputs(
+        self, ctx: ForwardContext, h_BTD: jax.Array, w: dict[str, Any]
+    ) -> tuple[DeltaInputs, jax.Array]:
+        """Returns the inputs of linear attention, and its output gate."""
+        names = ("query", "key", "value", "value_gate", "rate", "step")
+        products = ctx.column_parallel(linears, h_BTD, [w[name] for name in names])
+        q_BTNH, k_BTNH, v_BTNGH, gate_BTNGH = (checkpoint_name(x, QKV) for x in products[:4])
+        rate_BTNG, step_BTNG = (x.astype(jnp.float32) for x in products[4:])
+        decay_BTNG = -jnp.exp(w["a_log"]) * jax.nn.softplus(step_BTNG + w["step_bias"])
+        rate_BTNG = jax.nn.sigmoid(rate_BTNG)
+        return DeltaInputs(q_BTNH, k_BTNH, v_BTNGH, decay_BTNG, rate_BTNG), gate_BTNGH
+
+    def _taps(self, w: dict[str, Any]) -> jax.Array:
+        """Returns the taps of query, key and values of each head, [N, channels, W]."""
+        values = w["value_taps"]
+        flat = values.reshape(values.shape[0], -1, values.shape[-1])
+        return jnp.concatenate([w["query_taps"], w["key_taps"], flat], 1)
+
+    def _recur(self, ctx: ForwardContext, x: DeltaInputs, taps_NFW: jax.Array) -> jax.Array:
+        """Returns linear attention of a step's tokens, of segments, or of a decoding step's."""
+
+        def step(
+            x: DeltaInputs, positions_BT: jax.Array, carried: Carried | None
+        ) -> tuple[jax.Array, Carried]:
+            return delta_net(x, taps_NFW, positions_BT, carried)
+
+        def split_step(
+            x: DeltaInputs, positions_BT: jax.Array, sequence: SequenceSplit
+        ) -> jax.Array:
+            return delta_net_of_segments(x, taps_NFW, positions_BT, sequence)
+
+        return ctx.recur(step, x, split_step)
+
+
+_project = functools.partial(linear, contract=3)

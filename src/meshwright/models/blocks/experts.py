@@ -47,7 +47,7 @@ from meshwright.comm.hierarchical import Axes, Level, split_axes
 from meshwright.comm.ragged import Exchange, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
-from meshwright.models.blocks.feed_forward import swiglu
+from meshwright.models.blocks.feed_forward import relu2_mlp, swiglu
 from meshwright.models.blocks.layers import SelfMultiplying, linear, take_rows
 from meshwright.models.blocks.row_sums import few_rows
 from meshwright.models.model import Aux, ExpertBuffers, ExpertSpec, ForwardContext, Kind
@@ -215,10 +215,18 @@ def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
     return all_reduce(sums, TENSOR)
 
 
+Activation = Literal["silu", "gelu", "relu2"]
+
+
 def hidden_layer(
-    clamp: tuple[float, float] | None, activation: Literal["silu", "gelu"] = "silu"
-) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns the hidden layer of SwiGLU or GeGLU times the routing weight of each row: `(gate, up, weights [..., 1])`."""
+    clamp: tuple[float, float] | None, activation: Activation = "silu"
+) -> Callable[..., jax.Array]:
+    """Returns the hidden layer times the routing weight of each row.
+
+    It is a function `(gate, up, weights [..., 1])` of SwiGLU and GeGLU, and `(up, weights)` of the square of ReLU.
+    """
+    if activation == "relu2":
+        return _weighted_relu2
 
     @recomputed
     def glu(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
@@ -233,13 +241,19 @@ def hidden_layer(
     return glu
 
 
+@recomputed
+def _weighted_relu2(up: jax.Array, weights: jax.Array) -> jax.Array:
+    activated = jnp.square(jax.nn.relu(up))
+    return (activated.astype(jnp.float32) * weights).astype(up.dtype)
+
+
 Multiply = Callable[[Any, Any, jax.Array], tuple[jax.Array, ...]]
 """Grouped matmul: `(rows [R, K], weights, each [E, K, N], rows of each expert [E]) -> results, each [R, N]`
 (kernels/choose.py). Weights in low precision take `Rows` too."""
 ExpertWeights = dict[str, jax.Array]
 """Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]; of experts with
 biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]. Folded they are [E/expert+context+tensor]
-and have all of F."""
+and have all of F. Experts with the square of ReLU have no gate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +276,9 @@ class Experts(Kind):
     """Bias that changes the choice of experts and not their weights (DeepSeek-V3), or of the logits (GPT-OSS)."""
     bias: bool = False
     """Whether the projections of experts have biases."""
-    activation: Literal["silu", "gelu"] = "silu"
-    """Function of the gate in the hidden layer; gelu is its approximation by tanh."""
+    activation: Activation = "silu"
+    """Function of the gate in the hidden layer of routed experts; gelu is its approximation by tanh. relu2 is relu(up)^2
+    without a gate, of shared experts too (Nemotron 3)."""
     weight_scale: bool = False
     """Whether a learned factor of each expert multiplies its routing weights (Gemma 4)."""
     clamp: tuple[float, float] | None = None
@@ -284,18 +299,31 @@ class Experts(Kind):
                 f"--model.expert-exchange {self.expert_exchange} with --model.dispatch capacity",
                 "an expert's capacity of rows is sent in the compute dtype",
                 "--model.dispatch dropless, or --model.expert-exchange compute",
-            )
+            ),
+            (
+                self.clamp is not None and self.activation == "relu2",
+                'experts with a clamp and activation="relu2"',
+                "a clamp limits the gate, and the square of ReLU has none",
+                "clamp=None",
+            ),
         )
 
     scope = "experts"
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Projections into the hidden layer."""
+        return ("up",) if self.activation == "relu2" else ("gate", "up")
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
         L, D, E, F = layers, self.width, self.routing.experts, self.hidden
         params = {
             "router": Param((L, D, E), "LDR", precision="float32", role="router"),
-            "expert_gate": Param((L, E, D, F), "LEDF", role="ffn_in"),
-            "expert_up": Param((L, E, D, F), "LEDF", role="ffn_in"),
+            **{
+                f"expert_{name}": Param((L, E, D, F), "LEDF", role="ffn_in")
+                for name in self.projections
+            },
             "expert_down": Param((L, E, F, D), "LEFD", std=self.out_std, role="ffn_out"),
         }
         if self.router_bias != "none":
@@ -308,13 +336,13 @@ class Experts(Kind):
             params["weight_scale"] = Param((L, E), "LR", "ones", precision="float32")
         if self.bias:
             params |= {
-                f"expert_{name}_bias": Param((L, E, F), "LEF", "zeros") for name in ("gate", "up")
+                f"expert_{name}_bias": Param((L, E, F), "LEF", "zeros") for name in self.projections
             }
             params["expert_down_bias"] = Param((L, E, D), "LED", "zeros")
         if self.shared:
             params |= {
                 f"shared_{name}": Param((L, D, self.shared), "LDF", role="ffn_in")
-                for name in ("gate", "up")
+                for name in self.projections
             }
             params["shared_down"] = Param(
                 (L, self.shared, D), "LFD", std=self.out_std, role="ffn_out"
@@ -339,7 +367,7 @@ class Experts(Kind):
             weighted=self.weighted,
             gates_shared=bool(self.shared and self.shared_gate),
         )
-        return {"experts": spec}
+        return {"experts": spec, "hidden_products": 1 / len(self.projections)}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the experts of a step's tokens, routed and shared."""
@@ -449,7 +477,9 @@ class Experts(Kind):
 
     def _shared_output(self, h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
         """Returns the output of the experts that every token uses, a partial sum over `tensor`."""
-        y_BTD = swiglu(h_BTD, w["shared_gate"], w["shared_up"], w["shared_down"])
+        weights = [w[f"shared_{name}"] for name in (*self.projections, "down")]
+        apply = relu2_mlp if self.activation == "relu2" else swiglu
+        y_BTD = apply(h_BTD, *weights)
         if self.shared_gate:
             y_BTD = jax.nn.sigmoid(linear(h_BTD, w["shared_scale"])) * y_BTD
         return y_BTD
@@ -482,15 +512,14 @@ class Experts(Kind):
         if self.weighted == "input":
             rows = Rows(rows.values * weights.astype(rows.values.dtype))
             weights = jnp.ones_like(weights)
-        inputs = rows if isinstance(w["gate"], SelfMultiplying) else rows.values
-        gate, up = multiply(inputs, (w["gate"], w["up"]), rows_E)
-        if self.bias:
-            gate += _bias_of_rows(w["gate_bias"], rows_E, gate)
-        gate = checkpoint_name(gate, FFN_HIDDEN)
-        if self.bias:
-            up += _bias_of_rows(w["up_bias"], rows_E, up)
-        up = checkpoint_name(up, FFN_HIDDEN)
-        activated = hidden_layer(self.clamp, self.activation)(gate, up, weights)
+        inputs = rows if isinstance(w["up"], SelfMultiplying) else rows.values
+        products = multiply(inputs, tuple(w[name] for name in self.projections), rows_E)
+        hidden = list[jax.Array]()
+        for name, product in zip(self.projections, products, strict=True):
+            if self.bias:
+                product += _bias_of_rows(w[f"{name}_bias"], rows_E, product)
+            hidden.append(checkpoint_name(product, FFN_HIDDEN))
+        activated = hidden_layer(self.clamp, self.activation)(*hidden, weights)
         (out,) = multiply(activated, (w["down"],), rows_E)
         if not self.bias:
             return out
@@ -681,7 +710,7 @@ def dropless_moe(
     apply = functools.partial(e.apply, w=w, multiply=multiply, partial=partial)
     parallelism = _split_experts(e, len(h_TD), axes, nodes, text, apply)
     # Products in low precision would round these rows alike where they arrive.
-    rounded_by_products = isinstance(w["gate"], SelfMultiplying) and e.weighted == "hidden"
+    rounded_by_products = isinstance(w["up"], SelfMultiplying) and e.weighted == "hidden"
     is_rounded = e.expert_exchange == "fp8" or rounded_by_products
     rows = round_rows(h_TD) if is_rounded else Rows(h_TD)
     dispatch = _to_experts if nodes == 1 else _to_nodes
@@ -950,11 +979,11 @@ def capacity_moe(
     x_EBCD = _dispatch_to_slots(h_BTD[:, :, None], index, slots)
     weights_EBC = _dispatch_to_slots(routes.weights_BTX, index, slots)
 
-    gate_EBCF = jnp.einsum("ebcd,edf->ebcf", x_EBCD, w["gate"])
-    gate_EBCF = checkpoint_name(gate_EBCF, FFN_HIDDEN)
-    up_EBCF = jnp.einsum("ebcd,edf->ebcf", x_EBCD, w["up"])
-    up_EBCF = checkpoint_name(up_EBCF, FFN_HIDDEN)
-    hidden_EBCF = hidden_layer(None, e.activation)(gate_EBCF, up_EBCF, weights_EBC[..., None])
+    products = list[jax.Array]()
+    for name in e.projections:
+        product_EBCF = jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[name])
+        products.append(checkpoint_name(product_EBCF, FFN_HIDDEN))
+    hidden_EBCF = hidden_layer(None, e.activation)(*products, weights_EBC[..., None])
     out_EBCD = jnp.einsum("ebcf,efd->ebcd", hidden_EBCF, w["down"])
 
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)

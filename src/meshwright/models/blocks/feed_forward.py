@@ -69,6 +69,11 @@ def swiglu(h_BTD: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
     return linear(_HIDDEN["swiglu"](gate_BTF, up_BTF), down)
 
 
+def relu2_mlp(h_BTD: jax.Array, up: Any, down: Any) -> jax.Array:
+    """Returns relu(h up)^2 down, unreduced over `tensor`."""
+    return linear(_relu2(save_as_it_is(linear(h_BTD, up))), down)
+
+
 @recomputed
 def _silu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     return jax.nn.silu(gate_BTF) * up_BTF

@@ -28,14 +28,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import all_gather, axis_index
 from meshwright.errors import divisors, refuse
-from meshwright.models.blocks.delta_net import (
-    causal_convolution,
+from meshwright.models.blocks.layers import attention_projection, linears
+from meshwright.models.blocks.recurrence import (
+    Carried,
+    Decays,
+    abstract_carried,
     chunk_of,
     chunked,
     chunked_values,
+    convolved,
     decays_of,
+    last_inputs,
+    tokens_before,
+    tokens_of_chunks,
+    zero_carried,
 )
-from meshwright.models.blocks.layers import attention_projection, linears
 from meshwright.models.model import ForwardContext, Kind, MatmulSizes, Recurrence, Widths
 from meshwright.models.remat import ATTN_OUT, QKV, recomputed
 from meshwright.sharding.params import Param
@@ -92,17 +99,15 @@ class SpaceSpec(Recurrence):
         """Returns the tokens of a chunk: a power of two up to 64."""
         return chunk_of(seq)
 
-    def carried(self, batch: int) -> "Carried":
-        """Returns the state of one layer.
+    def carried(self, batch: int) -> Carried:
+        """Returns the state of one layer: states are [N, B, state size, H].
 
         Each head has the inputs of its group's key and query: `tensor` may have more devices than there are groups.
         """
         channels = self.head_size + 2 * self.state_size
         inputs = (self.heads, batch, self.taps - 1, channels)
         states = (self.heads, batch, self.state_size, self.head_size)
-        return Carried(
-            jax.ShapeDtypeStruct(inputs, jnp.float32), jax.ShapeDtypeStruct(states, jnp.float32)
-        )
+        return abstract_carried(inputs, states)
 
     def matmuls(self, seq: int) -> list[MatmulSizes]:
         """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
@@ -123,15 +128,6 @@ class SpaceSpec(Recurrence):
         C = chunk_of(seq)
         of_heads = 5 * C + 6 * self.head_size + 4 * self.head_size * self.state_size / C
         return 4.0 * (self.heads * of_heads + 4 * self.groups * self.state_size)
-
-
-class Carried(NamedTuple):
-    """State and last inputs that later tokens need, of one size after any number of tokens."""
-
-    inputs: Any
-    """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32: value, key, query."""
-    states: Any
-    """[N, B, state size, H], float32."""
 
 
 class SpaceInputs(NamedTuple):
@@ -167,40 +163,102 @@ def mamba2(
     rate_N: below 0, float32.  skip_N: factor of each token's own value.  positions_BT: positions within each document; a
     token at position 0 begins one.  carried: from the tokens before these; None where there are none.
     """
-    (B, T, N, H), (K, S) = x.value.shape, x.key.shape[2:]
+    T, dtype = x.value.shape[1], x.value.dtype
     if carried is None:
-        taps = convolution.value[0].shape[-1]
-        inputs = jnp.zeros((N, B, taps - 1, H + 2 * S), jnp.float32)
-        carried = Carried(inputs, jnp.zeros((N, B, S, H), jnp.float32))
-    before_BTNF = carried.inputs.transpose(1, 2, 0, 3).astype(x.value.dtype)
-    v_before, k_before, q_before = jnp.split(before_BTNF, (H, H + S), -1)
-    each = N // K  # heads of a group, whose inputs are those of its first head
-    value = jnp.concatenate([v_before, x.value], 1)
-    key = jnp.concatenate([k_before[:, :, ::each], x.key], 1)
-    query = jnp.concatenate([q_before[:, :, ::each], x.query], 1)
-    v_BTNH = _mixed(value, *convolution.value, positions_BT)
-    k_BTKS = _mixed(key, *convolution.key, positions_BT)
-    q_BTKS = _mixed(query, *convolution.query, positions_BT)
+        carried = _zero_carried(x, convolution)
+    joined = _joined(x, tokens_before(carried, dtype))
+    mixed = _after_convolution(joined, convolution, positions_BT)
     with jax.named_scope("state space"):
-        mixed = SpaceInputs(v_BTNH, k_BTKS, q_BTKS, x.step)
         starts_BT = positions_BT == 0
         out_BTNH, states = state_space(mixed, rate_N, skip_N, starts_BT, carried.states)
-    of_heads = [jnp.repeat(a[:, T:], each, 2) for a in (key, query)]
-    last = jnp.concatenate([value[:, T:], *of_heads], -1).transpose(2, 0, 1, 3)
-    return out_BTNH.astype(x.value.dtype), Carried(last.astype(jnp.float32), states)
+    return out_BTNH.astype(dtype), Carried(last_inputs(_tail(joined, T)), states)
 
 
-@recomputed
-def _mixed(
-    joined_BTNF: jax.Array, taps_NFW: jax.Array, bias_NF: jax.Array, positions_BT: jax.Array
-) -> jax.Array:
-    return jax.nn.silu(causal_convolution(joined_BTNF, taps_NFW, positions_BT) + bias_NF)
+def _zero_carried(x: SpaceInputs, convolution: Convolution) -> Carried:
+    """Returns what a layer carries before the first token."""
+    B, _, N, H = x.value.shape
+    S, taps = x.key.shape[-1], convolution.value[0].shape[-1]
+    return zero_carried((N, B, taps - 1, H + 2 * S), (N, B, S, H))
+
+
+def _joined(x: SpaceInputs, before_BTNF: jax.Array) -> SpaceInputs:
+    """Returns values, keys and queries with the W - 1 tokens before them. before_BTNF: as `_tail` joins them."""
+    heads, size = x.value.shape[2:]
+    groups, state_size = x.key.shape[2:]
+    value, key, query = jnp.split(before_BTNF, (size, size + state_size), -1)
+    each = heads // groups  # heads of a group, whose inputs are those of its first head
+    return x._replace(
+        value=jnp.concatenate([value, x.value], 1),
+        key=jnp.concatenate([key[:, :, ::each], x.key], 1),
+        query=jnp.concatenate([query[:, :, ::each], x.query], 1),
+    )
+
+
+def _tail(joined: SpaceInputs, first: int) -> jax.Array:
+    """Returns value, key and query of each head from a token on, [B, W - 1, N, channels]."""
+    each = joined.value.shape[2] // joined.key.shape[2]
+    of_heads = [jnp.repeat(a[:, first:], each, 2) for a in (joined.key, joined.query)]
+    return jnp.concatenate([joined.value[:, first:], *of_heads], -1)
+
+
+def _after_convolution(
+    joined: SpaceInputs, convolution: Convolution, positions_BT: jax.Array
+) -> SpaceInputs:
+    """Returns values, keys and queries of the tokens after the convolution."""
+
+    def of(part_BTNF: jax.Array, taps_and_bias: tuple[jax.Array, jax.Array]) -> jax.Array:
+        taps_NFW, bias_NF = taps_and_bias
+        return convolved(part_BTNF, taps_NFW, positions_BT, bias_NF)
+
+    return joined._replace(
+        value=of(joined.value, convolution.value),
+        key=of(joined.key, convolution.key),
+        query=of(joined.query, convolution.query),
+    )
+
+
+class Chunks(NamedTuple):
+    """Chunks of C tokens of K groups of G heads, float32."""
+
+    keys: jax.Array
+    """K, [chunks, K, B, C, state size]."""
+    queries: jax.Array
+    """Q, [chunks, K, B, C, state size]."""
+    values: jax.Array
+    """V, values times their steps, [chunks, K, B, G, C, H]."""
+    decays: Decays
+    """M and the decays from before a chunk and to its end, [chunks, K, B, G, ...]."""
+
+
+def _chunks_of(x: SpaceInputs, rate_N: jax.Array, starts_BT: jax.Array, C: int) -> Chunks:
+    """Splits the tokens into chunks, with the heads of each group."""
+    (B, T, N, H), K = x.value.shape, x.key.shape[2]
+    decay = (x.step * rate_N).reshape(B, T, K, N // K)
+    stepped = x.value.astype(jnp.float32) * x.step[..., None]
+    values = chunked_values(stepped.reshape(B, T, K, N // K, H), C)
+    return Chunks(chunked(x.key, C), chunked(x.query, C), values, decays_of(decay, starts_BT, C))
 
 
 def _add_state(state: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the states after a chunk, and those before it. chunk: what it keeps of them, and what it adds."""
     kept, added = chunk
     return state * kept[..., None, None] + added, state
+
+
+def _outputs(chunks: Chunks, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the output of all chunks [chunks, K, B, G, C, H], and the states after the last.
+
+    states: before the first chunk, [K, B, G, state size, H].
+
+        out = (Q K' * M) V + decayed Q S_before;   S_after = kept S_before + (decayed K)' V
+    """
+    k, q, v, decays = chunks
+    scores = jnp.einsum("mkbcs,mkbjs->mkbcj", q, k)[:, :, :, None] * decays.within
+    out = scores @ v
+    added = jnp.einsum("mkbcs,mkbgch->mkbgsh", k, v * decays.to_end[..., None])
+    after, before = lax.scan(_add_state, states, (decays.from_before[..., -1], added))
+    read = jnp.einsum("mkbcs,mkbgsh->mkbgch", q, before)
+    return out + read * decays.from_before[..., None], after
 
 
 # What a chunk computes is many times its inputs: the backward pass computes it again from them.
@@ -216,25 +274,13 @@ def state_space(
 
     x: after the convolution.  starts_BT: whether a token begins a document.  states: as `Carried` has them.
     """
-    (B, T, N, H), (K, S) = x.value.shape, x.key.shape[2:]
-    G, C = N // K, chunk_of(T)
-    decay = (x.step * rate_N).reshape(B, T, K, G)
-    decays = decays_of(decay, starts_BT, C)
-    stepped = x.value.astype(jnp.float32) * x.step[..., None]
-    v = chunked_values(stepped.reshape(B, T, K, G, H), C)  # [chunks, K, B, G, C, H]
-    k, q = chunked(x.key, C), chunked(x.query, C)  # [chunks, K, B, C, S]
-
-    scores = jnp.einsum("mkbcs,mkbjs->mkbcj", q, k)[:, :, :, None] * decays.within
-    out = scores @ v
-    added = jnp.einsum("mkbcs,mkbgch->mkbgsh", k, v * decays.to_end[..., None])
-    before = states.reshape(K, G, B, S, H).swapaxes(1, 2)
-    after, before = lax.scan(_add_state, before, (decays.from_before[..., -1], added))
-    read = jnp.einsum("mkbcs,mkbgsh->mkbgch", q, before)
-    out += read * decays.from_before[..., None]
-
-    out_BTNH = out.transpose(2, 0, 4, 1, 3, 5).reshape(B, -1, N, H)[:, :T]
+    T, K = x.key.shape[1:3]
+    chunks = _chunks_of(x, rate_N, starts_BT, chunk_of(T))
+    of_groups = states.reshape(K, -1, *states.shape[1:]).swapaxes(1, 2)
+    out, after = _outputs(chunks, of_groups)
+    out_BTNH = tokens_of_chunks(out, T).reshape(x.value.shape)
     out_BTNH += skip_N[:, None] * x.value.astype(jnp.float32)
-    return out_BTNH, after.swapaxes(1, 2).reshape(N, B, S, H)
+    return out_BTNH, after.swapaxes(1, 2).reshape(states.shape)
 
 
 def _gated(out_BTNH: jax.Array, gate_BTNH: jax.Array) -> jax.Array:
@@ -267,6 +313,8 @@ class Mamba2(Kind):
     """Constant of the norm of the output."""
     out_std: float
     """Initial standard deviation of the output projection."""
+    step_floor: float = 0.0
+    """Least step of a token (Nemotron-H in `transformers`)."""
 
     scope = "state space"
 
@@ -305,28 +353,41 @@ class Mamba2(Kind):
         return {"recurrence": self.space}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
-        """Returns the state space of a step's tokens, or of a decoding step's."""
-        names = ("value_gate", "value", "key", "query", "step")
+        """Returns the state space of a step's tokens, or of a decoding step's.
+
+        gate, v, k, q, s = h Wg, h Wv, h Wk, h Wq, h Ws
+        y = mamba2(v, k, q, step = max(softplus(s + step_bias), floor), rate = -exp(a_log))
+        out = (group_rms_norm(y * silu(gate))) Wo
+        """
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
-            products = ctx.column_parallel(linears, h_BTD, [w[name] for name in names])
-            gate, value, key, query = (checkpoint_name(x, QKV) for x in products[:4])
-            step_BTN = jax.nn.softplus(products[4].astype(jnp.float32) + w["step_bias"])
-            x = SpaceInputs(value, self._own_groups(key, 2), self._own_groups(query, 2), step_BTN)
-            convolution = self._convolution(w)
+            x, gate_BTNH = self._inputs(ctx, h_BTD, w)
+            convolution, rate_N = self._convolution(w), -jnp.exp(w["a_log"])
 
             def step(
                 x: SpaceInputs, positions_BT: jax.Array, carried: Carried | None
             ) -> tuple[jax.Array, Carried]:
-                rate_N = -jnp.exp(w["a_log"])
                 return mamba2(x, convolution, rate_N, w["skip"], positions_BT, carried)
 
             out_BTNH = checkpoint_name(ctx.recur(step, x), ATTN_OUT)
             out_BTNH = ctx.record("attention heads", out_BTNH, split="tensor")
-            normal_BTNH = self._normalised(out_BTNH, gate, w["value_norm"])
+            normal_BTNH = self._normalised(out_BTNH, gate_BTNH, w["value_norm"])
             return ctx.row_parallel(attention_projection, normal_BTNH, w["attention_out"])
 
         return mix
+
+    def _inputs(
+        self, ctx: ForwardContext, h_BTD: jax.Array, w: dict[str, Any]
+    ) -> tuple[SpaceInputs, jax.Array]:
+        """Returns the inputs of the state space, and its output gate."""
+        names = ("value_gate", "value", "key", "query", "step")
+        products = ctx.column_parallel(linears, h_BTD, [w[name] for name in names])
+        gate, value, key, query = (checkpoint_name(x, QKV) for x in products[:4])
+        step_BTN = jax.nn.softplus(products[4].astype(jnp.float32) + w["step_bias"])
+        if self.step_floor:
+            step_BTN = jnp.maximum(step_BTN, self.step_floor)
+        key, query = self._own_groups(key, 2), self._own_groups(query, 2)
+        return SpaceInputs(value, key, query, step_BTN), gate
 
     def _convolution(self, w: dict[str, Any]) -> Convolution:
         """Returns taps and biases of this device's channels."""

@@ -71,9 +71,7 @@ class RoutedExperts(DecoderModel):
         if not sums:
             return {}
         both = sums[0] if len(sums) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *sums)
-        layers = jnp.float32(
-            sum("experts" in block.feed_forward.facts() for block in self.decoder.layers)
-        )
+        layers = jnp.float32(sum(layer.experts is not None for layer in self.spec().layers))
         load_LE = both["load"]
         mean_L = load_LE.mean(-1)
         mean_L = jnp.where(mean_L > 0, mean_L, 1.0)  # a batch without text has no load

@@ -2,11 +2,15 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
+
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, refuse
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.layers import Norm
+from meshwright.models.blocks.mamba2 import Mamba2, SpaceSpec
 from meshwright.models.blocks.rotary import RopeScaling, Rotary, RotaryBase
 from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.decoder import Block, DecoderModel, head_size_of
@@ -16,15 +20,13 @@ LEARNED = Literal["none", "learned"]
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedQuery(DecoderModel):
-    """Grouped-query attention with rotary embedding and RMSNorm."""
+class GroupedHeads(DecoderModel):
+    """Grouped-query attention and RMSNorm."""
 
     kv_heads: PositiveInt = 4
     """Key/value heads K; fewer than `heads` is grouped-query attention (GQA, arXiv:2305.13245)."""
     head_size: PositiveInt | None = None
     """Head size H; None is width / heads."""
-    rope_theta: RotaryBase = dataclasses.field(default=10000.0, kw_only=True)
-    """Base of the rotary frequencies."""
     norm_epsilon: NonNegativeFloat = dataclasses.field(default=1e-5, kw_only=True)
     """Constant added to the mean square in RMSNorm."""
 
@@ -33,14 +35,58 @@ class GroupedQuery(DecoderModel):
         """Norm of all halves of layers, and after the last layer."""
         return Norm("rms", self.norm_epsilon)
 
+    def attention(self, **changes: Any) -> Attention:
+        """Returns the attention of the fields, without rotary embedding. changes: of the fields of `Attention`."""
+        sizes = (self.width, self.heads, self.kv_heads, head_size_of(self), self.out_std)
+        return Attention(*sizes, **{"rotary": None, **changes})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateSpace(GroupedHeads):
+    """State space of Mamba-2, in layers beside those with attention."""
+
+    mamba_heads: PositiveInt = 8
+    """Heads of the state space, each with a state."""
+    mamba_head_size: PositiveInt = 32
+    """Size of a head of the state space."""
+    mamba_groups: PositiveInt = 1
+    """Groups of heads of the state space with one key and one query each."""
+    mamba_state: PositiveInt = 32
+    """Size of a key and a query of the state space."""
+    convolution_taps: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 4
+    """Tokens that the convolution before the state space reads, the token itself included."""
+
+    def mamba(self, step_floor: float = 0.0) -> Mamba2:
+        """Returns the state space of the fields."""
+        sizes = (self.mamba_heads, self.mamba_head_size, self.mamba_groups, self.mamba_state)
+        space = SpaceSpec(*sizes, self.convolution_taps)
+        return Mamba2(self.width, space, self.norm_epsilon, self.out_std, step_floor)
+
+    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
+        """Returns fields of `shrunk`."""
+        return {
+            **super().small_sizes(shape, layers),
+            "mamba_heads": 2 * shape.tensor,
+            "mamba_head_size": 8,
+            "mamba_groups": math.gcd(self.mamba_groups, shape.tensor),
+            "mamba_state": 8,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedQuery(GroupedHeads):
+    """Grouped-query attention with rotary embedding and RMSNorm."""
+
+    rope_theta: RotaryBase = dataclasses.field(default=10000.0, kw_only=True)
+    """Base of the rotary frequencies."""
+
     def rotary(self, **changes: Any) -> Rotary:
         """Returns the rotation of heads."""
         return Rotary(**{"size": head_size_of(self), "theta": self.rope_theta, **changes})
 
     def attention(self, **changes: Any) -> Attention:
         """Returns the attention of the fields. changes: of the fields of `Attention`."""
-        sizes = (self.width, self.heads, self.kv_heads, head_size_of(self), self.out_std)
-        return Attention(*sizes, **{"rotary": self.rotary(), **changes})
+        return super().attention(**{"rotary": self.rotary(), **changes})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,25 +3,21 @@ with attention; dense, or with experts and a shared one. The factors are those o
 """
 
 import dataclasses
-import math
-from typing import Annotated, Any, Literal
-
-import msgspec
+from typing import Any, Literal
 
 from meshwright.config import MeshShape
 from meshwright.errors import refuse
 from meshwright.models.blocks.feed_forward import FeedForward
-from meshwright.models.blocks.mamba2 import Mamba2, SpaceSpec
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import RoutedExperts
-from meshwright.models.families.fields import TiedOrNot
+from meshwright.models.families.fields import StateSpace, TiedOrNot
 from meshwright.models.families.granite import Factors
 from meshwright.models.model import Kind
 from meshwright.ranges import NonNegativeInt, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
-class GraniteHybrid(RoutedExperts, TiedOrNot, Factors):
+class GraniteHybrid(RoutedExperts, StateSpace, TiedOrNot, Factors):
     """Configuration of a Granite 4 decoder.
 
     Example:
@@ -44,16 +40,6 @@ class GraniteHybrid(RoutedExperts, TiedOrNot, Factors):
     """Whether heads of attention rotate."""
     attention_bias: Literal["none", "learned"] = "none"
     """Bias of the four projections of attention."""
-    mamba_heads: PositiveInt = 8
-    """Heads of the state space, each with a state."""
-    mamba_head_size: PositiveInt = 32
-    """Size of a head of the state space."""
-    mamba_groups: PositiveInt = 1
-    """Groups of heads of the state space with one key and one query each."""
-    mamba_state: PositiveInt = 32
-    """Size of a key and a query of the state space."""
-    convolution_taps: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 4
-    """Tokens that the convolution before the state space reads, the token itself included."""
 
     def build(self) -> Decoder:
         """Returns the layers by turns."""
@@ -76,13 +62,10 @@ class GraniteHybrid(RoutedExperts, TiedOrNot, Factors):
         bias = self.attention_bias == "learned"
         rotary = self.rotary() if self.rotation == "rope" else None
         attention = self.attention(rotary=rotary, qkv_bias=bias, out_bias=bias)
-        sizes = (self.mamba_heads, self.mamba_head_size, self.mamba_groups, self.mamba_state)
-        space = SpaceSpec(*sizes, self.convolution_taps)
-        mamba = Mamba2(self.width, space, self.norm_epsilon, self.out_std)
         feed_forward: Kind = FeedForward(self.width, self.mlp, self.out_std)
         if self.experts:
             feed_forward = self.routed(shared=self.mlp)
-        kinds = [Block("mamba_blocks", mamba, feed_forward, self.norm)] * max(1, interval)
+        kinds = [Block("mamba_blocks", self.mamba(), feed_forward, self.norm)] * max(1, interval)
         if interval:
             kinds[offset] = Block("blocks", attention, feed_forward, self.norm)
         return self.scaled(self.repeat(*kinds))
@@ -90,13 +73,8 @@ class GraniteHybrid(RoutedExperts, TiedOrNot, Factors):
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
         """Returns fields of `shrunk`."""
         interval = min(2, self.attention_interval)
-        groups = math.gcd(self.mamba_groups, shape.tensor)
         return {
             **super().small_sizes(shape, layers),
             "attention_interval": interval,
             "attention_offset": min(self.attention_offset, max(0, interval - 1)),
-            "mamba_heads": 2 * shape.tensor,
-            "mamba_head_size": 8,
-            "mamba_groups": groups,
-            "mamba_state": 8,
         }

@@ -1,5 +1,6 @@
 // Charts of lines, points and areas: drag to zoom, double-click to reset, hover to read, click to select, keys for all.
 
+import { chosenAxis } from "./axis.js";
 import { colourOf, element, hideTip, legendItem, onWidth, placeIn, plotOf, shape, showTip } from "./dom.js";
 import { domainOf, format, makeScale, ticksOf } from "./scale.js";
 
@@ -35,6 +36,7 @@ export class Chart {
     this.store = store;
     this.view = { x: null, y: null };
     this.hidden = new Set();
+    this.shown = [];
     this.smoothing = data.smoothing ?? 0;
     this.logs = { x: Boolean(data.x.log), y: Boolean(data.y.log) };
     this.cursor = -1;
@@ -43,6 +45,7 @@ export class Chart {
     [this.plot, this.spoken] = plotOf(host, "", label);
     this.#listen();
     if (data.link) store.on(data.link, () => this.draw());
+    if (data.across) store.on(data.across, () => this.zoomTo(null, this.view.y));
     this.update(data);
     onWidth(this.plot, (width) => {
       this.width = width;
@@ -109,8 +112,13 @@ export class Chart {
     this.host.append(element("div", { class: "chart-tools" }, this.legend, smooth, ...toggles, this.reset));
   }
 
-  get shown() {
-    return this.data.series.filter((series) => !this.hidden.has(series.name));
+  /** Series that are not hidden, on the axis that the reader has chosen. */
+  #placeSeries() {
+    const { axis, place } = chosenAxis(this.data, this.store);
+    this.axis = axis;
+    this.place = place;
+    const seen = this.data.series.filter((series) => !this.hidden.has(series.name));
+    this.shown = axis === this.data.x ? seen : seen.map((series) => ({ ...series, steps: series.x, x: series.x.map((step) => place(series.run, step)) }));
   }
 
   get lines() {
@@ -125,9 +133,10 @@ export class Chart {
 
   /** Domains of the axes: as zoomed, or of all that is shown. */
   #domains(values) {
-    const { x, y } = this.data;
+    const { y } = this.data;
+    const x = this.axis;
     const xs = this.shown.flatMap((series) => series.x);
-    const limits = (axis) => (this.data.marks ?? []).filter((m) => m.axis === axis && m.fit).map((m) => m.value);
+    const limits = (axis) => (this.data.marks ?? []).filter((m) => m.axis === axis && m.fit).map((m) => this.#valueOf(m));
     const domain = { x: this.view.x ?? domainOf([...xs, ...limits("x")], { log: this.logs.x, zero: x.zero, room: this.lines ? 0 : 0.06 }) };
     if (this.view.y) return { ...domain, y: this.view.y };
     const [low, high] = domain.x;
@@ -141,6 +150,7 @@ export class Chart {
   draw() {
     const { data, width } = this;
     if (!width) return;
+    this.#placeSeries();
     const height = Math.max(180, Math.min(data.height, Math.max(320, width * 0.8)));
     const narrow = width < 520;
     const margin = { ...MARGIN, left: narrow ? 60 : MARGIN.left };
@@ -173,7 +183,7 @@ export class Chart {
   #axes(data, narrow) {
     const { left, right, top, bottom } = this.box;
     const group = shape("g", { class: "axes" });
-    for (const tick of ticksOf(this.x, data.x.unit, narrow ? 3 : Math.max(3, Math.floor((right - left) / 110)))) {
+    for (const tick of ticksOf(this.x, this.axis.unit, narrow ? 3 : Math.max(3, Math.floor((right - left) / 110)))) {
       const x = this.x.at(tick.value);
       group.append(shape("line", { x1: x, x2: x, y1: top, y2: bottom, class: "grid" }));
       group.append(shape("text", { x, y: bottom + 18, "text-anchor": "middle", text: tick.text }));
@@ -184,7 +194,7 @@ export class Chart {
       group.append(shape("text", { x: left - 8, y: y + 4, "text-anchor": "end", text: tick.text }));
     }
     group.append(shape("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "base" }));
-    group.append(shape("text", { x: right, y: bottom + 38, "text-anchor": "end", class: "axis-name", text: data.x.label }));
+    group.append(shape("text", { x: right, y: bottom + 38, "text-anchor": "end", class: "axis-name", text: this.axis.label }));
     group.append(shape("text", { x: 2, y: top - 12, class: "axis-name", text: data.y.label }));
     return group;
   }
@@ -246,6 +256,10 @@ export class Chart {
     }
   }
 
+  #valueOf(mark) {
+    return mark.axis === "x" ? this.place(mark.run, mark.value) : mark.value;
+  }
+
   #marks(marks) {
     const { left, right, top, bottom } = this.box;
     const group = shape("g", { class: "marks" });
@@ -253,8 +267,9 @@ export class Chart {
     for (const mark of marks) {
       const scale = mark.axis === "x" ? this.x : this.y;
       const [low, high] = scale.domain;
-      if (mark.value < low || mark.value > high) continue;
-      const at = scale.at(mark.value);
+      const value = this.#valueOf(mark);
+      if (value < low || value > high) continue;
+      const at = scale.at(value);
       const line = mark.axis === "x" ? { x1: at, x2: at, y1: top, y2: bottom } : { x1: left, x2: right, y1: at, y2: at };
       group.append(shape("line", { ...line, class: "mark", style: { stroke: colourOf(mark.colour) } }));
       const late = mark.axis === "x" && at > (left + right) / 2;
@@ -294,18 +309,20 @@ export class Chart {
 
   /** Lines of text about a point, or about all lines at its place. */
   #describe(point) {
-    const { x, y } = this.data;
+    const { y } = this.data;
+    const x = this.axis;
     const { series, i } = point;
+    const step = series.steps ? [[this.data.x.label, format(series.steps[i], this.data.x.unit)]] : [];
     if (series.style === "points" || series.tips?.length) {
       const [title, ...more] = (series.tips?.[i] ?? series.name).split("\n");
-      return [title, [x.label, format(series.x[i], x.unit)], [y.label, format(series.y[i], y.unit)], ...more];
+      return [title, ...step, [x.label, format(series.x[i], x.unit)], [y.label, format(series.y[i], y.unit)], ...more];
     }
     const at = series.x[i];
     const rows = this.shown.filter((s) => s.style !== "points").map((s) => {
       const near = this.points.filter((p) => p.series === s).reduce((a, b) => (a && Math.abs(a.px - point.px) <= Math.abs(b.px - point.px) ? a : b), null);
       return near ? [s.name || y.label, format(near.value, y.unit), s.colour] : null;
     });
-    return [`${x.label} ${format(at, x.unit)}`, ...rows.filter(Boolean)];
+    return [`${x.label} ${format(at, x.unit)}`, ...step, ...rows.filter(Boolean)];
   }
 
   #find(px, py) {

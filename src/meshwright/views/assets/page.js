@@ -1,5 +1,6 @@
 // A page: header, contents, sections and their parts; theme, deep links, and updates of a live page.
 
+import { AxisChoice } from "./axis.js";
 import { Inspector, mountBars, mountCode, mountFacts, mountFigures, mountFindings, mountText } from "./blocks.js";
 import { Chart } from "./chart.js";
 import { breakable, element } from "./dom.js";
@@ -10,7 +11,7 @@ import { Timeline } from "./timeline.js";
 
 /** Name of a block in the page's data -> what draws it: a class with `update`, or a function that draws once. */
 export const BLOCKS = {
-  Bars: mountBars, Chart, Code: mountCode, Facts: mountFacts, Figures: mountFigures, Findings: mountFindings, Inspector,
+  AxisChoice, Bars: mountBars, Chart, Code: mountCode, Facts: mountFacts, Figures: mountFigures, Findings: mountFindings, Inspector,
   Health, Machine, Pipeline, Placement, Table, Text: mountText, Timeline,
 };
 const THEMES = ["auto", "light", "dark"];

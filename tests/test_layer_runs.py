@@ -1,0 +1,94 @@
+"""Layers of one half, in any order: the runs that they are computed in, what they keep and cost, what is refused."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from tiny_runs import tiny_run
+
+import meshwright as mw
+from meshwright.generation.cache import CachePlan
+from meshwright.models.blocks.feed_forward import FeedForward
+from meshwright.models.blocks.layers import Norm
+from meshwright.models.decoder import Block
+from meshwright.models.families.nemotron_h import NemotronH
+from meshwright.models.flops import forward_flops
+from meshwright.models.layer_runs import shortest_runs
+from meshwright.runs.placed_run import place_run
+
+TINY = NemotronH(
+    50, 32, 7, 4, vocab_multiple=16, kv_heads=2, pattern="M*MEME-", mlp=48, experts=4, expert_mlp=24,
+    shared_mlp=48, mamba_heads=4, mamba_head_size=16, mamba_groups=2, mamba_state=8,
+)  # fmt: skip
+FEED_FORWARD = FeedForward(32, 48, 0.02)
+NORM = Norm("rms", 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "bodies"),
+    [
+        ("MEMEM*E" * 5 + "MEMEMEM*E" + "ME" * 4, 14),  # Nemotron 3 Nano
+        ("M-M-M-M*-M-" * 4 + "M-" * 4, 13),  # Nemotron-H 8B
+        ("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", 19),  # Nemotron Nano 2 9B
+        ("M*-E", 4),
+        ("MMMM", 1),
+    ],
+)
+def test_runs_have_all_layers_in_order_and_the_fewest_bodies(kinds: str, bodies: int) -> None:
+    runs = shortest_runs(kinds)
+    written = [kinds[run.first : run.first + run.period] for run in runs]
+    repeated = [body * (run.layers // run.period) for body, run in zip(written, runs, strict=True)]
+    assert "".join(repeated) == kinds
+    assert sum(run.period for run in runs) == bodies
+    assert [run.first for run in runs] == [
+        sum(r.layers for r in runs[:i]) for i in range(len(runs))
+    ]
+
+
+def test_the_published_model() -> None:
+    """Weights that a token meets, a cache that grows in the layers with attention alone, and states."""
+    model: Any = mw.recipe("nemotron3-nano-30b-a3b").model
+    width, inner, keys = 2688, 4096, 2 * 8 * 128
+    space = width * (2 * inner + keys + 64) + inner * width
+    attention = 2 * width * (32 + 2) * 128
+    experts = width * 128 + 2 * width * (6 * 1856 + 3712)
+    weights = 23 * space + 6 * attention + 23 * experts + 131072 * width
+    items = forward_flops(model, 8192)
+    matmuls = sum(items.values()) - items["attention"] - items["state space"]
+    assert matmuls == pytest.approx(2 * weights)
+    short, long = (
+        CachePlan(model.spec(), mw.MeshShape(), 1, slots, "bfloat16").bytes_per_device
+        for slots in (128, 256)
+    )
+    assert long - short == 6 * 128 * 2 * 2 * 128 * 2
+    assert 2 * short - long == 23 * 4 * 64 * (64 * 128 + 3 * (64 + 2 * 128))
+
+
+def test_a_pattern_that_repeats_has_a_period() -> None:
+    twice = dataclasses.replace(TINY, pattern="M*E-", layers=8)
+    assert twice.decoder.period == 4 and not twice.decoder.runs
+    place_run(tiny_run(twice, "stage=2"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("stage=2", "every part begins with a period, and 2 parts > 1 periods"),
+        ("context=2", "state passes from token to token"),
+    ],
+)
+def test_what_is_not_computed_is_refused(mesh: str, message: str) -> None:
+    with pytest.raises(mw.ConfigError, match=message):
+        place_run(tiny_run(TINY, mesh))
+
+
+@pytest.mark.parametrize(
+    ("halves", "place", "message"),
+    [
+        ((None, None), "before", "without halves"),
+        ((None, FEED_FORWARD), "shared", "parallel halves are two"),
+    ],
+)
+def test_a_layer_without_what_it_needs_is_refused(halves: Any, place: Any, message: str) -> None:
+    with pytest.raises(mw.ConfigError, match=message):
+        Block("blocks", *halves, NORM, place)
