@@ -224,8 +224,8 @@ def read_times(out: Path) -> RunTimes:
     """Returns the times that earlier starts of a run have left in its folder.
 
     Read from the end to the last start that has sums. Of the steps after it the last lines tell the usual time: a long
-    run has millions of lines, and hosts wait for this. Where a file cannot be read, or is a pipe or a link, the times of the run
-    begin with this start: its page names what is damaged.
+    run has millions of lines, and hosts wait for this. Where a file cannot be read, or is a pipe or a link, the times of the
+    run begin with this start: its page names what is damaged.
     """
     times = RunTimes()
     since = []
