@@ -259,6 +259,7 @@ def test_the_page_marks_the_first_outlier() -> None:
     )
 
 
+@exhaustive
 def test_a_run_writes_health_and_its_page_shows_it(tmp_path: Path) -> None:
     run = mw.recipe("tiny", mesh="data=1", layers=1, steps=4, sample=0, eval_samples=16)
     training = dataclasses.replace(run.training, health_every=2)
