@@ -92,7 +92,7 @@ def compile_side(
     words = peer_cases.arguments(side, case, setting)
     began = time.perf_counter()
     facts = (
-        _compile_maxtext(maxtext, case, words, folder)
+        compile_maxtext(maxtext, case.target, words, folder)
         if side == "maxtext"
         else _compile_ours(words, folder)
     )
@@ -101,14 +101,15 @@ def compile_side(
     return facts
 
 
-def _compile_maxtext(
-    python: str | None, case: Case, words: list[str], folder: Path
+def compile_maxtext(
+    python: str | None, target: str, words: list[str], folder: Path
 ) -> dict[str, Any]:
+    """Compiles MaxText's step for a target with its arguments `words`; returns its facts."""
     if python is None:
         raise SystemExit("MaxText has to be compiled: --maxtext VENV/bin/python")
     environment = {
         **os.environ,
-        **compiler_environment(parse_target(case.target)),
+        **compiler_environment(parse_target(target)),
         "DECOUPLE_GCLOUD": "TRUE",
     }
     environment.pop("PYTHONPATH", None)
@@ -194,7 +195,7 @@ def read(side: str, name: str, setting: Setting, cache: Cache) -> dict[str, Any]
         text = file.read()
     second, theory = read_program(text, case.target), theoretical_flops(case)
     return {
-        **row, "census": census_of(text, case, facts),
+        **row, "census": census_of(text, case.target, case.chips, facts),
         "second": {key: second[key] for key in ("seconds", "exposed", "sent", "by_kind", "doubts", "floor")},
         "flops": second["flops"], "theory": theory, "flops_ratio": second["flops"] / theory["model"],
         "above_floor": second["above_floor"], "peak": facts["peak"],
@@ -203,12 +204,12 @@ def read(side: str, name: str, setting: Setting, cache: Cache) -> dict[str, Any]
     }  # fmt: skip
 
 
-def census_of(text: str, case: Case, facts: dict[str, Any]) -> dict[str, Any]:
+def census_of(text: str, name: str, chips: int, facts: dict[str, Any]) -> dict[str, Any]:
     """Returns the census's seconds of a step: from the proof where it took one, else from the text."""
-    target = parse_target(case.target)
+    target = parse_target(name)
     coordinates = tuple(all_coordinates(target.chip, target.topology, target.domains))
     devices = TargetDevices(target.chip, target.topology, coordinates, target.efficiency)
-    schedule = simulate_schedule(parse_module(text), devices, MeshShape(fsdp=case.chips).degrees())
+    schedule = simulate_schedule(parse_module(text), devices, MeshShape(fsdp=chips).degrees())
     seconds = facts.get("census_seconds", schedule.step_seconds)
     return {
         "seconds": seconds, "exposed": facts.get("census_exposed", sum(schedule.exposed.values())),

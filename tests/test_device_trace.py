@@ -4,13 +4,19 @@ No trace of a chip is at hand: the planes are written here, over texts of progra
 """
 
 import json
+import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
+import jax
 import pytest
 from jax.profiler import ProfileData
 
 from meshwright.bench.device_trace import Event, Trace, device_time, read_trace
+from meshwright.bench.slow_devices import computations, name_slow_devices
+from meshwright.bench.slow_steps import WatchedRun
 from meshwright.bench.step_profile import compare
 from xlacensus.hlo.parser import Module, parse_module
 
@@ -55,9 +61,7 @@ def plane(name: str, lines: Mapping[str, Sequence[Written]]) -> str:
 
 def read(planes: Sequence[str], module: Module, folder: Path) -> Trace:
     """Writes a profile into a folder as the profiler does, and reads it."""
-    file = folder / "plugins" / "profile" / "2026_11_23" / "host.xplane.pb"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(ProfileData.text_proto_to_serialized_xspace("\n".join(planes)))
+    write(planes, folder)
     return read_trace(folder, module)
 
 
@@ -195,3 +199,107 @@ def test_kernels_of_another_program_have_no_instruction_of_this_one(tmp_path: Pa
     )
     (event,) = trace.devices["/device:GPU:0"][0]
     assert event == Event("another program: kernel", event.start, event.seconds, False, "")
+
+
+REDUCTION = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %both = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %mlp = f32[8]{0} multiply(%x, %x)
+  ROOT %total = f32[8]{0} all-reduce(%mlp), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
+}
+"""
+
+
+@pytest.mark.parametrize(("platform", "slow"), [("GPU", 5), ("TPU", 2), ("GPU", None)])
+def test_one_slow_device_of_eight_is_named(platform: str, slow: int | None, tmp_path: Path) -> None:
+    trace = read(planes_of_eight(platform, slow), parse_module(REDUCTION), tmp_path)
+    found = computations(trace, steps=2, process=1, host="node7")
+    assert [round(1e6 * device.seconds) for device in found] == [
+        260 if device == slow else 200 + device for device in range(8)
+    ]
+    named = name_slow_devices(found)
+    assert len(named) == (slow is not None)
+    if slow is not None:
+        factor = {5: "1.28", 2: "1.27"}[slow]  # 260 over the medians 203.5 and 204.5
+        assert named[0].startswith(
+            f"{platform}:{slow} of process 1 (node7) computes 260 us of a step besides collectives, "
+            f"{factor} times the median of 8 devices"
+        )
+
+
+@pytest.mark.parametrize(("slow", "said"), [(5, "GPU:5 of process 0"), (None, "none of the 8")])
+def test_steps_that_become_slow_are_traced_once_an_hour(
+    slow: int | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The profiler writes a trace of eight devices that was constructed."""
+    now = 0.0
+    taken: list[int] = []
+    steps = 0
+
+    class Step:
+        def program_text(self) -> str:
+            return REDUCTION
+
+        def __call__(self, state: int, batch: int) -> tuple[int, int]:
+            nonlocal now, steps
+            now += batch
+            steps += 1
+            return state, batch
+
+    def stop_trace() -> None:
+        write(planes_of_eight("GPU", slow), tmp_path)
+        taken.append(steps)
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop_trace)
+    prepared = types.SimpleNamespace(compile=lambda batch: Step())
+    run = WatchedRun(cast(Any, prepared), tmp_path, clock=lambda: now)
+    take = run.compile(None)
+    seconds = [10] * 60 + [100] + [10] * 20 + [13] * 40  # one long pause is no slow run
+    for each in seconds:
+        take(0, each)
+    run.stop()
+    # Of ten steps six have to be slow for their median, and a step's time is known when the next begins.
+    assert taken == [81 + 6 + 2]
+    error = ""
+    until = time.monotonic() + 20
+    while "slow steps (" not in error and time.monotonic() < until:  # a thread writes it
+        error += capfd.readouterr().err
+        time.sleep(0.02)
+    assert error.count("slow steps (") == 1 and said in error
+
+
+def write(planes: Sequence[str], folder: Path) -> None:
+    """Writes a profile into a folder as the profiler does."""
+    file = folder / "plugins" / "profile" / "2026_11_23" / "host.xplane.pb"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(ProfileData.text_proto_to_serialized_xspace("\n".join(planes)))
+
+
+def planes_of_eight(platform: str, slow: int | None) -> list[str]:
+    """Two steps of 500 us: compute of 200 us, of one device 260 us, and a collective that all end together."""
+    planes = []
+    for device in range(8):
+        events: list[Written] = []
+        for start in (0.0, 500.0):
+            compute = 260.0 if device == slow else 200.0 + device  # healthy ones differ by a little
+            total = ("total", start + compute, 500.0 - compute)
+            if platform == "GPU":
+                kernel = ("ncclDevKernel_AllReduce", total[1], total[2], {"hlo_op": "total"})
+                events += [("fusion_9", start, compute, {"hlo_op": "mlp"}), kernel]
+            else:
+                events += [("mlp", start, compute), total]
+        lane = "Stream #7(Compute)" if platform == "GPU" else "XLA Ops"
+        planes.append(plane(f"/device:{platform}:{device}", {lane: events}))
+    return planes

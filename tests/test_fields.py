@@ -604,6 +604,7 @@ def around(
                 metrics["health"] = health_of(state.params)
             return after, metrics
 
+        step.device_bytes = None  # type: ignore[attr-defined]
         monkeypatch.setattr(prepare.PreparedRun, "compile", lambda self, batch: step)
         samples = list[str]()
 

@@ -103,6 +103,7 @@ def test_updates_that_rounding_loses_are_counted() -> None:
     assert any(0 < share < 1 for _, values in shares for share in values)
 
 
+exhaustive = pytest.mark.exhaustive
 MESHES = [
     ("mixtral", "fsdp=2,expert=2", {}),
     ("llama", "stage=2,tensor=2", {"microbatches": 2, "layers": 3}),
@@ -112,7 +113,11 @@ MESHES = [
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh", "changes"), MESHES, ids=[f"{row[0]} {row[1]}" for row in MESHES]
+    ("family", "mesh", "changes"),
+    [
+        pytest.param(*row, id=f"{row[0]} {row[1]}", marks=() if row is MESHES[-1] else exhaustive)
+        for row in MESHES
+    ],
 )
 def test_health_is_that_of_one_device(family: str, mesh: str, changes: dict[str, Any]) -> None:
     changes = dict(changes)
@@ -143,9 +148,9 @@ def test_health_is_that_of_one_device(family: str, mesh: str, changes: dict[str,
 @pytest.mark.parametrize(
     ("family", "mesh", "changes"),
     [
-        ("llama", "fsdp=2,tensor=2", {}),
-        ("mixtral", "fsdp=2,expert=2", {}),
-        ("llama", "stage=2,fsdp=2", {"microbatches": 4}),
+        pytest.param("llama", "fsdp=2,tensor=2", {}, marks=exhaustive),
+        pytest.param("mixtral", "fsdp=2,expert=2", {}, marks=exhaustive),
+        pytest.param("llama", "stage=2,fsdp=2", {"microbatches": 4}, marks=exhaustive),
         ("gpt2", "data=4", {"microbatches": 2}),
     ],
     ids=["tensor", "experts", "stages", "microbatches"],
@@ -254,6 +259,7 @@ def test_the_page_marks_the_first_outlier() -> None:
     )
 
 
+@exhaustive
 def test_a_run_writes_health_and_its_page_shows_it(tmp_path: Path) -> None:
     run = mw.recipe("tiny", mesh="data=1", layers=1, steps=4, sample=0, eval_samples=16)
     training = dataclasses.replace(run.training, health_every=2)

@@ -84,12 +84,13 @@ def test_of_equal_scores_the_first_keys_are_chosen() -> None:
     assert chosen[0, :, :2].sum() == chosen.sum()
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
         ("expert=2,fsdp=2,tensor=2", {"remat": "full"}),
         ("stage=2,fsdp=2,expert=2", {"microbatches": 4}),
-        pytest.param("data=2,tensor=4", {"tensor_strategy": "ring"}, marks=exhaustive),
+        ("data=2,tensor=4", {"tensor_strategy": "ring"}),
     ],
     ids=str,
 )
@@ -106,7 +107,8 @@ def test_the_numbers_of_one_device(mesh: str, changes: dict[str, Any]) -> None:
         assert moved != name.startswith("index_"), name
 
 
-@pytest.mark.parametrize("stage", ["sparse", pytest.param("warmup", marks=exhaustive)])
+@exhaustive
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
 def test_an_indexer_learns_the_same_on_stages(stage: str) -> None:
     model = dataclasses.replace(DEEPSEEK_SPARSE, index_training=stage)
     run = tiny_run(model, "stage=2,expert=2,tensor=2", microbatches=2)
@@ -120,6 +122,7 @@ def test_an_indexer_learns_the_same_on_stages(stage: str) -> None:
         assert moved == (stage == "sparse" or name.startswith("index_")), name
 
 
+@exhaustive
 def test_enough_keys_are_all_keys() -> None:
     """With as many keys as a sequence has, the steps are those of the same weights without an indexer, to the bit."""
     training: dict[str, Any] = {"seq": 16}
@@ -241,6 +244,7 @@ def test_flops_and_plans_count_what_each_is_about() -> None:
     assert plans[1].estimate.seconds > plans[0].estimate.seconds
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh", ["data=8", "tensor=8"])
 def test_plans_have_the_flops_of_a_compiled_indexer(mesh: str) -> None:
     """Every device of `tensor` computes the complete indexer: what a larger one adds is compared with the program's."""
@@ -253,6 +257,7 @@ def test_plans_have_the_flops_of_a_compiled_indexer(mesh: str) -> None:
     assert planned[1] - planned[0] == pytest.approx(compiled[1] - compiled[0], rel=0.1)
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("stage", "remat"), [("frozen", "full"), ("frozen", "none"), ("warmup", "full")]
 )
@@ -304,9 +309,14 @@ def test_the_cache_has_the_keys_of_the_indexer() -> None:
     assert bytes_of[1] - bytes_of[0] == DEEPSEEK.layers * 128 * 8 * 2
 
 
-@pytest.mark.parametrize("stage", ["warmup", "sparse"])
 @pytest.mark.parametrize(
-    "mesh", ["data=1", pytest.param(hf_models.EIGHT_DEVICES, marks=exhaustive)]
+    ("stage", "mesh"),
+    [
+        ("warmup", "data=1"),
+        pytest.param("sparse", "data=1", marks=exhaustive),
+        pytest.param("warmup", hf_models.EIGHT_DEVICES, marks=exhaustive),
+        pytest.param("sparse", hf_models.EIGHT_DEVICES, marks=exhaustive),
+    ],
 )
 def test_the_gradient_of_the_indexer_is_that_of_torch(
     stage: str, mesh: str, tmp_path: Path

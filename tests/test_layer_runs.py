@@ -82,6 +82,12 @@ def test_what_is_not_computed_is_refused(mesh: str, message: str) -> None:
         place_run(tiny_run(TINY, mesh))
 
 
+def test_a_stack_of_several_kinds_in_any_order_is_refused() -> None:
+    blocks = [Block("blocks", None, FeedForward(32, width, 0.02), NORM) for width in (48, 48, 96)]
+    with pytest.raises(mw.ConfigError, match="several kinds in blocks, in any order"):
+        TINY.in_order(blocks)
+
+
 @pytest.mark.parametrize(
     ("halves", "place", "message"),
     [

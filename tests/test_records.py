@@ -56,6 +56,19 @@ def test_records_count_flops_as_predictions_do() -> None:
     flops = 3 * (2 * 7.505e9 + 4 * 32 * 4096 * 8193 / 2)
     assert eight.mfu == pytest.approx(4 * 8192 / 4.217 * flops / 918e12, rel=0.01)
     assert of_family["v5p"][0].model == "MaxText 32B" and of_family["v5p"][0].mfu < 0.7
+    # Rates in the notes of rows: AXLearn's Llama 2, with its context of 4,096 tokens.
+    seven = next(r for r in of_family["v5p"] if r.model == "Llama2-7B")
+    flops = 3 * (2 * 6.607e9 + 4 * 32 * 4096 * 4097 / 2)
+    assert seven.mfu == pytest.approx(6641 * flops / 459e12, rel=0.01)
+
+
+def test_deepseek_s_own_training_is_a_record() -> None:
+    """2.664 million hours of H800 for 14.8 trillion tokens; 37e9 active parameters, of which the embedding has 0.9e9."""
+    low = [r for r in read_records() if r.below_bfloat16 and r.family == "h100"]
+    record = next(r for r in low if r.model == "DeepSeek-V3")
+    scores = 2 * 61 * 128 * (192 + 128) * 4097 / 2
+    flops = 3 * (2 * 36.6e9 + scores)
+    assert record.mfu == pytest.approx(14.8e12 / (2.664e6 * 3600) * flops / 989e12, rel=0.02)
 
 
 def test_a_prediction_above_the_record_of_its_size_says_so() -> None:

@@ -25,16 +25,11 @@ MESHES: list[tuple[str, str, dict[str, Any]]] = [
             "virtual_stages": 2,
         },
     ),
-    ("llama", "stage=2,fsdp=2", {"microbatches": 4}),
     ("llama", "context=2,data=2", {"microbatches": 2}),
     ("mixtral", "fsdp=2,expert=2", {}),
     ("llama", "fsdp=2,tensor=2", {}),
 ]
 NAMES = [f"{family} {mesh}" for family, mesh, _ in MESHES]
-ROWS = [
-    pytest.param(*row, id=name, marks=pytest.mark.exhaustive if number else ())
-    for number, (row, name) in enumerate(zip(MESHES, NAMES, strict=True))
-]
 
 
 def lines_of(out: Path) -> dict[int, list[str]]:
@@ -64,7 +59,8 @@ def check_lines(out: Path, device_name: str) -> None:
     assert re.fullmatch(f"device: {device_name}: {copy}", device)
 
 
-@pytest.mark.parametrize(("family", "mesh", "changes"), ROWS)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "mesh", "changes"), MESHES, ids=NAMES)
 def test_a_spike_and_a_spoilt_copy_are_named(
     family: str,
     mesh: str,
@@ -82,7 +78,7 @@ def test_a_spike_and_a_spoilt_copy_are_named(
 
 @pytest.mark.exhaustive
 def test_a_device_of_another_host_is_named_with_its_host(tmp_path: Path) -> None:
-    """Two processes, each of which takes itself for another host."""
+    """Two processes, each of which takes itself for another host, on stages whose parameters are sharded."""
     words = [sys.executable, planted.__file__, "stage=2,fsdp=2", str(tmp_path)]
     processes = [
         subprocess.Popen(

@@ -64,10 +64,10 @@ def test_each_host_has_a_row_with_its_age_its_seconds_and_its_machine(tmp_path: 
     first, second = cells_of(table)
     assert (first["host"], first["last sign"], second["last sign"]) == ("node0", 5.0, 605.0)
     # The first waits half a second for the second, which waits that long for its data.
-    assert first["of it waiting for others"] == pytest.approx(0.5)
-    assert second["of it waiting for others"] == 0.0
+    assert first["waits for others"] == pytest.approx(0.5)
+    assert second["waits for others"] == 0.0
     assert (first["data"], second["data"]) == (0.01, 0.51)
-    assert (first["step"], first["of it its own work"], first["save"]) == (1.98, 0.02, 4.0)
+    assert (first["step"], first["own work"], first["save"]) == (1.98, 0.02, 4.0)
     assert not first["its machine"] and second["its machine"].endswith(WARNING)
     assert table.tones == ["", "bad"]  # type: ignore[attr-defined]
 

@@ -11,6 +11,7 @@ import jax
 from rich.console import Console
 
 from meshwright.bench.calibration_file import write_calibration
+from meshwright.bench.slow_steps import WatchedRun
 from meshwright.bench.step_profile import ProfiledRun, parse_steps
 from meshwright.errors import Closing
 from meshwright.hardware.targets import Target
@@ -35,7 +36,9 @@ def profiled(
     Raises ConfigError where they are none of this run's.
     """
     run = ProfiledRun(
-        prepared, *parse_steps(steps, prepared.device_run.run.training.steps), out / FOLDER
+        prepared,
+        *parse_steps(steps, prepared.device_run.run.training.steps),
+        _folder_of_process(out),
     )
     with Closing() as stack:
         stack.callback(run.stop)
@@ -61,6 +64,22 @@ def profiled(
         f"{out / FOLDER}: for xprof (TensorBoard), and perfetto_trace.json.gz for ui.perfetto.dev",
         markup=False,
     )
+
+
+@contextlib.contextmanager
+def watched_for_slowness(prepared: Trainable, out: Path) -> Iterator[Trainable]:
+    """Yields the run with a trace of two steps whenever its steps have become slow, once an hour at most."""
+    run = WatchedRun(prepared, _folder_of_process(out))
+    with Closing() as stack:
+        stack.callback(run.stop)
+        yield cast(Trainable, run)
+
+
+def _folder_of_process(out: Path) -> Path:
+    """Returns the folder of this process's traces: their files are named after the host only."""
+    if jax.process_count() == 1:
+        return out / FOLDER
+    return out / FOLDER / f"process-{jax.process_index()}"
 
 
 _UNITS = {"matmul": "FLOP/s", "attention": "FLOP/s", "hbm": "B/s", "links": "B/s", "overlap": ""}

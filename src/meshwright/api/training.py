@@ -59,6 +59,10 @@ if TYPE_CHECKING:
     from meshwright.planner.forecast import ForecastGap, StepForecast
 
 
+SLOW = "slow"
+"""Value of `--profile` that traces steps when they become slow."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
     """Train RECIPE: a name that `meshwright recipes` lists, FILE.py:FUNCTION, a plan (FILE.json),
@@ -81,9 +85,10 @@ class TrainOptions(RunOptions):
     accept: tuple[str, ...] = ()
     """Differences from the checkpoint with which to resume although they change the function of the
     model or its data: names as the refusal lists them, such as `model.rope_theta` or `text`."""
-    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST|slow")] = None
     """Trace these steps into OUT/profile (xprof, Perfetto), and set the measured beside the
-    simulated schedule."""
+    simulated schedule. `slow` traces two steps, once an hour at most, when ten steps take 1.2 times
+    as long as those before, and names a device of this host that computes longer than the others."""
     log_every: str = "30s,10"
     """Time between lasting lines of progress: seconds (30s, 5min), steps (10), or both, of which
     the later counts."""
@@ -239,7 +244,8 @@ def train(
     progress: time between lasting lines on standard output: seconds (`30s`), steps (`10`), or both,
     of which the later counts; `none` shows nothing.
     profile: first and last step to trace into `out`/profile, as `10:13`, and to set beside the
-    simulated schedule, in `out`/profile.json and, unless `progress` is `none`, on standard output.
+    simulated schedule, in `out`/profile.json and, unless `progress` is `none`, on standard output;
+    `slow`: two steps when the steps become slow, for a device that computes longer than the others.
     cache: folder of token files and compiled programs; None takes the user's cache.
     Raises ConfigError before anything is traced, DataError, CheckpointError, TrainingError.
 
@@ -310,7 +316,7 @@ def train_reported(
     """
     refuse_links(out)
     run = with_absolute_paths(run)
-    if profile is not None:
+    if profile not in (None, SLOW):
         from meshwright.bench.step_profile import parse_steps
 
         parse_steps(profile, run.training.steps)  # refused before the text is read
@@ -414,8 +420,10 @@ def _profiled(
     """Returns the run as it is trained, with the steps of `profile` traced where some are named."""
     if profile is None:
         return contextlib.nullcontext(prepared)
-    from meshwright.api.profiling import profiled
+    from meshwright.api.profiling import profiled, watched_for_slowness
 
+    if profile == SLOW:
+        return watched_for_slowness(prepared, out)
     target = None if planner is None else planner.target
     return profiled(prepared, profile, out, console, target)
 

@@ -6,6 +6,7 @@ The folder of a profile has files for xprof (TensorBoard) and for ui.perfetto.de
 import collections
 import dataclasses
 import re
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,9 @@ from meshwright.analysis.programs import parse_module
 from meshwright.analysis.run_census import simulate_run
 from meshwright.bench.device_trace import Trace, device_time, innermost, read_trace
 from meshwright.bench.measured_kinds import explain_differences, kinds_of_trace
+from meshwright.bench.slow_devices import Computation, computations, name_slow_devices
 from meshwright.errors import ConfigError
+from meshwright.hardware.agreement import choose_together
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import estimate
@@ -33,6 +36,7 @@ from meshwright.planner.step_kinds import (
 from meshwright.runs.run_file import run_to_dict
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
+from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.loop import Trainable
 from meshwright.trainer.prepare import Batches, Position
 from xlacensus.hlo.collectives import collective_in, group_label, group_of, kind_of, start_of
@@ -76,6 +80,8 @@ class Profile:
     """Meaning of the figures on these devices."""
     differences: tuple[str, ...] = ()
     """The largest differences between the trace and the plan, and what they are of."""
+    slow_devices: tuple[str, ...] = ()
+    """Devices of all processes that compute longer than most."""
     calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Rates that the traced steps ran at, and the run that they are of (`write_calibration`)."""
 
@@ -87,9 +93,25 @@ def parse_steps(text: str, steps: int) -> tuple[int, int]:
         raise ConfigError(
             f"--profile {text}",
             f"it is the first and the last step, of 2 to {steps}: the first of a run warms up",
-            f"--profile {min(10, max(2, steps - 3))}:{min(13, steps)}",
+            f"--profile {min(10, max(2, steps - 3))}:{min(13, steps)}, or --profile slow",
         )
     return int(match[1]), int(match[2])
+
+
+class _TracedStep:
+    """A compiled train step with the profiler around it."""
+
+    def __init__(self, step: CompiledTrainStep, profiled: "ProfiledRun"):
+        self._step = step
+        self._profiled = profiled
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Bytes of a device that the step takes, as of `CompiledTrainStep`."""
+        return self._step.device_bytes
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, Any]:
+        return self._profiled.take(self._step, state, batch)
 
 
 class ProfiledRun:
@@ -117,23 +139,22 @@ class ProfiledRun:
 
     def compile(self, batch: Any) -> Any:
         """Compiles the train step and returns it with the profiler around it."""
-        step = self._prepared.compile(batch)
+        return _TracedStep(self._prepared.compile(batch), self)
 
-        def traced(state: State, batch: Any) -> tuple[State, Any]:
-            self._step += 1
-            if self._step == self._first:
-                self._text = step.program_text()
-                jax.block_until_ready(state)
-                jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
-                self._began = time.perf_counter()
-            result = step(state, batch)
-            if self._step == self._last and self._began is not None:
-                jax.block_until_ready(result)
-                self._seconds = time.perf_counter() - self._began
-                self.stop()
-            return result
-
-        return traced
+    def take(self, step: CompiledTrainStep, state: State, batch: Any) -> tuple[State, Any]:
+        """Takes a step; the trace begins before the first of its steps and ends after the last."""
+        self._step += 1
+        if self._step == self._first:
+            self._text = step.program_text()
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
+            self._began = time.perf_counter()
+        result = step(state, batch)
+        if self._step == self._last and self._began is not None:
+            jax.block_until_ready(result)
+            self._seconds = time.perf_counter() - self._began
+            self.stop()
+        return result
 
     def stop(self) -> None:
         """Ends the trace, also where the run ended before its last step."""
@@ -195,8 +216,26 @@ class ProfiledRun:
             tuple(rows),
             " ".join(part for part in (meaning, note, *map(_sentence, found.notes)) if part),
             () if planned is None else tuple(explain_differences(found, planned)),
+            tuple(self._slow_devices(trace, count)),
             calibration_of_step(device_run, target, found.step, planned),
         )
+
+    def _slow_devices(self, trace: Trace, steps: int) -> list[str]:
+        """Names the devices of all processes that compute longer than most. All processes call it together.
+
+        Stages have different work, so theirs are not compared.
+        """
+        if self._prepared.device_run.layout.shape.stage > 1:
+            return []
+        mine = computations(
+            trace, steps=steps, process=jax.process_index(), host=socket.gethostname()
+        )
+        records = [dataclasses.asdict(device) for device in mine]
+
+        def name(answers: list[list[dict[str, Any]]]) -> list[str]:
+            return name_slow_devices([Computation(**record) for one in answers for record in one])
+
+        return list(choose_together("seconds of computation", records, name))
 
 
 def _sentence(note: str) -> str:

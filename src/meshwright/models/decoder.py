@@ -338,6 +338,17 @@ class Decoder:
     """Factor on the logits: it multiplies the hidden states before the unembedding."""
     logit_softcap: float | None = None
 
+    def __post_init__(self) -> None:
+        mixed = [stack for stack, blocks in self.stacks.items() if len(set(blocks)) > 1]
+        refuse(
+            (
+                bool(self.runs and mixed),
+                f"layers of several kinds in {', '.join(mixed)}, in any order",
+                "a loop over layers in any order takes one kind of layers from each stack",
+                "a stack for each kind of layers",
+            )
+        )
+
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[Block, ...]]:
         """Layers of each stack, in the order of the layers."""

@@ -297,12 +297,14 @@ class _StepEstimate:
 
     @functools.cached_property
     def settled(self) -> Settled:
-        """The run with what follows from its machine. Raises ConfigError where the machine lacks its precision."""
+        """The run with what follows from its machine. Raises ConfigError where the machine cannot do it."""
         machine = machine_of_target(self.target, self.placed.layout.shape)
         precision = self.placed.run.training.matmul_precision
         if precision != "compute":
             check_precision(precision, machine)
-        return settle(self.placed, machine)
+        settled = settle(self.placed, machine)
+        settled.check_exchange()
+        return settled
 
     @functools.cached_property
     def mapping(self) -> AxisMapping:

@@ -47,6 +47,9 @@ def overlap_communication(
 
         exposed = t - min(o * t, p * room),  room = c,  on a torus c * t / sqrt(t^2 + c^2)
 
+    On GPUs of a step that is scheduled by predicted times, what overlaps slows the computation beside it, which takes
+    `communication_multiprocessors` / multiprocessors of the overlapped seconds longer; these count as exposed.
+
     t: seconds of all of them.  o, p: fractions of transfers and of computation that can overlap.  On a torus less is
     left to compute than to send near the end of a pass, the more so the closer the two are.
     """
@@ -120,6 +123,7 @@ class _Overlap(NamedTuple):
             fraction = efficiency.tensor_overlap * self.physics.tensor_overlap
         if movement.overlap:
             fraction *= min(1.0, self.computation[movement.during] / pieces[movement.during])
+            fraction *= 1 - self.slowed
         return fraction
 
     def seconds(self, transfers: float, name: str, has_exchange: bool) -> float:
@@ -135,4 +139,16 @@ class _Overlap(NamedTuple):
         if self.scheduled_by_price and self.physics.overlapped_compute:
             of_transfers = self.physics.exchange_overlap if has_exchange else 1.0
             of_computation = self.physics.overlapped_compute
-        return min(of_transfers * transfers, of_computation * room)
+        overlapped = min(of_transfers * transfers, of_computation * room)
+        return overlapped * (1 - self.slowed)
+
+    @property
+    def slowed(self) -> float:
+        """Fraction of the overlapped seconds by which the computation beside them takes longer.
+
+        Collectives take multiprocessors from it. Overlap that is fitted to measured steps has this in itself.
+        """
+        multiprocessors = self.target.chip.multiprocessors
+        if not (self.scheduled_by_price and self.physics.overlapped_compute and multiprocessors):
+            return 0.0
+        return self.physics.communication_multiprocessors / multiprocessors

@@ -8,13 +8,15 @@ pipeline schedule, is chosen before (planner/search.py).
 
 import dataclasses
 import functools
+import importlib.metadata
 import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from meshwright.comm.hierarchical import Axes, DcnAxis
-from meshwright.errors import ConfigError
+from meshwright.comm.ragged import MOST_RANKS, most_ranks
+from meshwright.errors import ConfigError, divisors
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.machine import AUTO, Machine, compiler_options_of
 from meshwright.models.blocks.layers import SumRows, scatter_rows
@@ -51,6 +53,15 @@ _SCHEDULER_OPTIONS = (
     "xla_gpu_pgle_profile_file_or_directory_path=",
 )
 """Options that a profile of predicted times would overrule."""
+_SENT_BETWEEN_NODES = {
+    "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer": "False",
+    "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback": "True",
+}
+"""Options with which XLA:GPU sends rows of experts between nodes as they are written, by NCCL's sends.
+
+By its defaults since jaxlib 0.12 it gathers the rows of all nodes first, and sums of experts return
+with all of their buffers' empty rows: n nodes send n times as much (xla/backends/gpu/transforms/
+ragged_all_to_all_multi_host_decomposer.cc). Without that pass it refuses to run without the second."""
 
 
 def settle(placed: PlacedRun, machine: Machine) -> "Settled":
@@ -170,6 +181,53 @@ class Settled(PlacedRun):
         return nodes if saved > copied / slower else devices
 
     @property
+    def _sends_between_gpu_nodes(self) -> bool:
+        """Whether rows of tokens travel to experts between nodes of GPUs."""
+        return self.expert_nodes > 1 and self._on_known_gpu
+
+    @property
+    def _on_known_gpu(self) -> bool:
+        machine = self.machine
+        return machine.chip is not None and not (machine.on_tpu or machine.simulated)
+
+    @property
+    def _exchange_ranks(self) -> int:
+        """Devices of one NVLink domain that send each other rows of experts; 1 where none do."""
+        spec = next((layer.experts for layer in self.layout.spec.layers if layer.experts), None)
+        if spec is None or getattr(self.run.model, "dispatch", None) == "capacity":
+            return 1
+        return self.layout.shape.over(self.layout.expert_axes) // self.expert_nodes
+
+    def check_exchange(self) -> None:
+        """Raises ConfigError where more devices of an NVLink domain exchange rows than XLA's kernel takes."""
+        if not self._on_known_gpu:
+            return
+        ranks = self._exchange_ranks
+        version = importlib.metadata.version("jaxlib")
+        most = most_ranks(version)
+        if ranks <= most:
+            return
+        fix = self._smaller_exchange(ranks, most)
+        if ranks <= MOST_RANKS:
+            fix += f', or pip install "jax[cuda13]>=0.12", whose kernel takes {MOST_RANKS}'
+        raise ConfigError(
+            f"mesh {self.layout.shape}: rows of tokens go to experts on {ranks} devices of one "
+            "NVLink domain",
+            f"the exchange kernel of XLA in jaxlib {version} takes {most} "
+            "(openxla/xla, issue 47283)",
+            fix,
+        )
+
+    def _smaller_exchange(self, ranks: int, most: int) -> str:
+        """Returns the option with which at most `most` of `ranks` devices exchange rows."""
+        shape = self.layout.shape
+        for expert in reversed(divisors(shape.expert)):
+            if ranks * expert <= most * shape.expert:
+                fsdp = shape.fsdp * shape.expert // expert
+                return f"--mesh {dataclasses.replace(shape, expert=expert, fsdp=fsdp)}"
+        return "--layout auto"
+
+    @property
     def _nodes_of_experts(self) -> int:
         """Nodes or slices over which the devices that split experts are spread."""
         shape = self.layout.shape
@@ -281,10 +339,11 @@ class Settled(PlacedRun):
         Times of experts' kernels are not known to it.
         Not where the run names its own profile or scheduler.
         """
-        machine, words = self.machine, self.run.training.compiler_options
+        words = self.run.training.compiler_options
         asked = AUTO in words and not any(word.startswith(_SCHEDULER_OPTIONS) for word in words)
-        on_gpu = machine.chip is not None and not (machine.on_tpu or machine.simulated)
-        return asked and on_gpu and any(layer.experts for layer in self.layout.spec.layers)
+        return (
+            asked and self._on_known_gpu and any(layer.experts for layer in self.layout.spec.layers)
+        )
 
     @property
     def exchange_pieces(self) -> int:
@@ -354,6 +413,8 @@ class Settled(PlacedRun):
         Raises ConfigError for a word that is no option.
         """
         options = dict(self.machine.determinism.compiler_options) if self.fixes_bits else {}
+        if self._sends_between_gpu_nodes and AUTO in self.run.training.compiler_options:
+            options |= _SENT_BETWEEN_NODES
         options |= compiler_options_of(self.machine.listed, self.run.training.compiler_options)
         return {} if self.machine.simulated else options
 
@@ -421,6 +482,7 @@ class Settled(PlacedRun):
             raise ConfigError(
                 "--training.gather-ahead layer", reason, "--training.gather-ahead auto"
             )
+        self.check_exchange()
         _ = self.kernels, self.grouped_matmul
 
 

@@ -46,8 +46,8 @@ def host_blocks(folder: RunFolder, now: float, title: str) -> list[Block]:
         Column("last sign", "seconds", "age"),
         Column("doing", cell="doing"),
         Column("step", "seconds", "step", bar=True),
-        Column("of it waiting for others", "seconds", "waits"),
-        Column("of it its own work", "seconds", "work"),
+        Column("waits for others", "seconds", "waits"),
+        Column("own work", "seconds", "work"),
         Column("data", "seconds", "data"),
         Column("save", "seconds", "save"),
         Column("its machine", cell="machine", wide=True),
@@ -55,7 +55,7 @@ def host_blocks(folder: RunFolder, now: float, title: str) -> list[Block]:
     note = "Medians of the last 100 steps and saves."
     if len(rows) > 1:
         note += (
-            " Waiting for others: seconds of a step above those of the process that spends the fewest "
+            " Waits for others: seconds of a step above those of the process that spends the fewest "
             "there, for which the others wait. A slow device keeps all processes equally long."
         )
     is_searchable = len(processes) > _FEW

@@ -638,9 +638,12 @@ def profile_blocks(document: Mapping[str, Any], title: str) -> list[Block]:
         Column("planned", "seconds", "planned"),
         Column("simulated", "seconds", "simulated"),
     ]
-    differences = document.get("differences")
-    explained = differences if isinstance(differences, list | tuple) else ()
-    note = " ".join([str(document.get("note", "")), *(f"{line}." for line in explained)])
+    lines = [str(document.get("note", ""))]
+    for name in ("slow_devices", "differences"):
+        sentences = document.get(name)
+        if isinstance(sentences, list | tuple):
+            lines += [f"{sentence}." for sentence in sentences]
+    note = " ".join(lines)
     return _table(document, "rows", columns, searchable=True, printed=40, title=title, note=note)
 
 
