@@ -92,7 +92,7 @@ LENGTHS = (24, 17, 9)
 
 def model_of(name: str) -> Model:
     model = (FAMILIES | TWO_KV_HEADS)[name]
-    if isinstance(model, Gpt2):
+    if isinstance(model, Gpt2 | KimiLinear):  # neither rotates
         return model
     return dataclasses.replace(model, rope_theta=100.0)  # angles that differ within a few positions
 
