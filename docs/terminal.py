@@ -85,6 +85,7 @@ FAMILIES = {
     "granite_hybrid": ("meshwright.models.families.granite_hybrid", "GraniteHybrid"),
     "granite_moe": ("meshwright.models.families.granite", "GraniteMoe"),
     "hunyuan": ("meshwright.models.families.hunyuan", "Hunyuan"),
+    "kimi_linear": ("meshwright.models.families.kimi_linear", "KimiLinear"),
     "llama": ("meshwright.models.families.llama", "Llama"),
     "llama4": ("meshwright.models.families.llama4", "Llama4"),
     "ministral3": ("meshwright.models.families.ministral3", "Ministral3"),

@@ -66,6 +66,7 @@ ROWS = (
     "gemma-4", "gemma-4-dense", "granite", "granite-moe", "granite-4", "granite-4-moe", "nemotron-h",
     "arcee", "cohere", "cohere2", "hunyuan", "ministral-3", "mistral-4",
     "qwen2-moe", "olmoe", "glm-4.7-flash", "seed-oss", "minimax-m2", "dots1", "deepseek-v3.2", "glm-5",
+    "kimi-linear",
 )  # fmt: skip
 """Architectures, each with a golden file."""
 
@@ -78,6 +79,8 @@ LARGER = (
 
 WRITTEN_SPLIT = ("phi-4",)
 """Rows whose model is written as another architecture, with the same values in tensors that are not fused."""
+WRITTEN_UNDER = {"kimi-linear": (r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj")}
+"""Rows that are written as the published files have them: pattern of names in the files of `transformers` -> the name."""
 
 EIGHT_DEVICES = "fsdp=2,tensor=2,data=2"
 # Stages of Gemma 3 are of unequal length and begin with a period; four devices of `tensor` have two key/value heads.
@@ -88,6 +91,7 @@ MESHES = {
     "granite-4-moe": "fsdp=2,expert=2,tensor=2", "nemotron-h": "fsdp=2,expert=2,tensor=2",
     "gpt-oss": "expert=2,context=2,tensor=2", "llama-4": "stage=2,expert=2,tensor=2",
     "llama-4-scout": "expert=2,context=2,tensor=2", "olmo-2": "tensor=4,fsdp=2", "olmo-3": "stage=2,fsdp=2,tensor=2",
+    "kimi-linear": "expert=2,context=2,tensor=2",
     "qwen2": "tensor=4,data=2", "qwen3-next": "stage=2,expert=2,tensor=2",
     "qwen3.5": "stage=2,fsdp=2,tensor=2", "qwen3.5-moe": "fsdp=2,expert=2,tensor=2",
 }  # fmt: skip

@@ -36,46 +36,56 @@ B, T, N, G, H, F, W = 2, 150, 2, 2, 8, 16, 4
 SPEC = DeltaSpec(N, G, H, F, W)
 
 
-GOLDEN = hf_models.read("delta-rule")[1]
+CHANNELS = dataclasses.replace(SPEC, groups=1, decays=H)
+"""Linear attention with a decay for each channel of a key (Kimi Linear)."""
+RULES = {"delta-rule": SPEC, "kimi-delta-rule": CHANNELS}
+GOLDEN = {name: hf_models.read(name)[1] for name in RULES}
+
+
+def inputs_of(name: str) -> DeltaInputs:
+    golden, groups = GOLDEN[name], RULES[name].groups
+    given = {n: golden[f"input/{n}"] for n in ("q", "k", "v", "decay", "rate")}
+    heads = {
+        n: given[n].reshape(B, T, N, groups, *given[n].shape[3:]) for n in ("v", "decay", "rate")
+    }
+    return DeltaInputs(given["q"], given["k"], heads["v"], heads["decay"], heads["rate"])
 
 
 @pytest.fixture(scope="module")
 def inputs() -> DeltaInputs:
-    given = {n: GOLDEN[f"input/{n}"] for n in ("q", "k", "v", "decay", "rate")}
-    heads = {n: given[n].reshape(B, T, N, G, *given[n].shape[3:]) for n in ("v", "decay", "rate")}
-    return DeltaInputs(given["q"], given["k"], heads["v"], heads["decay"], heads["rate"])
+    return inputs_of("delta-rule")
 
 
-def test_chunks_are_the_recurrence_of_transformers(inputs: DeltaInputs) -> None:
+@pytest.mark.parametrize("name", RULES)
+def test_chunks_are_the_recurrence_of_transformers(name: str) -> None:
     """Output, states and gradients, in float32; and the FLOPs of the compiled program are those of the formula."""
-    starts_BT, empty = np.arange(T)[None].repeat(B, 0) == 0, jnp.zeros((N, B, G, H, F))
+    inputs, golden, spec = inputs_of(name), GOLDEN[name], RULES[name]
+    starts_BT, empty = np.arange(T)[None].repeat(B, 0) == 0, jnp.zeros((N, B, spec.groups, H, F))
 
     def loss(x: DeltaInputs) -> tuple[jax.Array, Any]:
         out, states = gated_delta_rule(x, starts_BT, empty)
         return jnp.sin(out).sum(), (out, states)
 
     (_, (out, states)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
-    np.testing.assert_allclose(out, GOLDEN["output"].reshape(out.shape), atol=1e-5)
+    np.testing.assert_allclose(out, golden["output"].reshape(out.shape), atol=1e-5)
     np.testing.assert_allclose(
-        states.swapaxes(0, 1), GOLDEN["state"].reshape(B, N, G, H, F), atol=1e-5
+        states.swapaxes(0, 1), golden["state"].reshape(B, N, spec.groups, H, F), atol=1e-5
     )
-    for name in ("q", "k", "v", "decay", "rate"):
-        found = getattr(grads, name)
-        assert (
-            hf_models.largest_gap(
-                np.asarray(found), GOLDEN[f"gradient/{name}"].reshape(found.shape)
-            )
-            < 1e-5
-        )
+    for part in ("q", "k", "v", "decay", "rate"):
+        found = np.asarray(getattr(grads, part))
+        gap = hf_models.largest_gap(found, golden[f"gradient/{part}"].reshape(found.shape))
+        assert gap < 1e-5, part
     program = mw.census(jax.jit(lambda x: gated_delta_rule(x, starts_BT, empty)), inputs)
     # 150 tokens are three chunks of 64; products of one number by one are no matmuls.
-    assert program.flops.compiled == pytest.approx(SPEC.flops(T) * B * 192, rel=1e-3)
+    assert program.flops.compiled == pytest.approx(spec.flops(T) * B * 192, rel=1e-3)
 
 
-def test_documents_of_a_row_are_rows_of_their_own(inputs: DeltaInputs) -> None:
+@pytest.mark.parametrize("name", RULES)
+def test_documents_of_a_row_are_rows_of_their_own(name: str) -> None:
     """Packed as separate; and in two steps, the second from what the first carries."""
+    inputs, channels = inputs_of(name), RULES[name].channels
     rng, cut = np.random.default_rng(1), 67
-    taps_NFW, net = rng.normal(size=(N, SPEC.channels, W)).astype(np.float32), jax.jit(delta_net)
+    taps_NFW, net = rng.normal(size=(N, channels, W)).astype(np.float32), jax.jit(delta_net)
     positions_BT = np.concatenate([np.arange(cut), np.arange(T - cut)])[None].repeat(B, 0)
     packed, _ = net(inputs, taps_NFW, positions_BT)
     swapped = jax.tree.map(lambda a: np.concatenate([a[:, cut:], a[:, :cut]], 1), inputs)
@@ -85,7 +95,7 @@ def test_documents_of_a_row_are_rows_of_their_own(inputs: DeltaInputs) -> None:
     assert np.abs(packed[:, cut:] - alone[:, : T - cut]).max() < 1e-5 * largest
     assert np.abs(packed[:, :cut] - alone[:, T - cut :]).max() < 1e-5 * largest
     first, carried = net(jax.tree.map(lambda a: a[:, :75], inputs), taps_NFW, positions_BT[:, :75])
-    assert carried.inputs.shape == (N, B, W - 1, SPEC.channels)
+    assert carried.inputs.shape == (N, B, W - 1, channels)
     second, _ = net(
         jax.tree.map(lambda a: a[:, 75:], inputs), taps_NFW, positions_BT[:, 75:], carried
     )

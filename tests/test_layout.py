@@ -177,7 +177,8 @@ def test_placements_that_no_all_gather_connects_are_refused(in_use: Any, at_rest
      ("granite31-8b", 8.171), ("ministral3-8b", 8.490),
      ("command-r7b", 8.028), ("command-a", 111.058), ("granite4-h-micro", 3.191),
      ("granite4-h-tiny", 6.939), ("granite4-h-small", 32.207),
-     ("nemotron-h-8b", 8.101), ("nemotron-nano2-9b", 8.888), ("nemotron3-nano-30b-a3b", 31.578)],
+     ("nemotron-h-8b", 8.101), ("nemotron-nano2-9b", 8.888), ("nemotron3-nano-30b-a3b", 31.578),
+     ("kimi-linear-48b-a3b", 49.123)],
 )  # fmt: skip
 def test_recipes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
     assert count_params(find_recipe(name).model.params()) / 1e9 == pytest.approx(billions, abs=6e-4)

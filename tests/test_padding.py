@@ -59,6 +59,7 @@ FAMILIES = {
     "arcee": Arcee(VOCAB, width=64, heads=4, kv_heads=4),
     "cohere": Cohere(VOCAB, width=64, heads=4, kv_heads=4),
     "cohere2": Cohere2(VOCAB, width=64, heads=4, kv_heads=4),
+    "kimi-linear": "kimi-linear-48b-a3b",
     "ministral3": Ministral3(VOCAB, width=64, heads=4, kv_heads=4, temperature_floor=2),
     "mistral4": Mistral4(VOCAB, experts=8, width=64, heads=4, expert_mlp=32, temperature_floor=2),
     "olmo3": "olmo3-7b",

@@ -152,6 +152,7 @@ RECIPES = (
     "smollm3-3b", "qwen3-next-80b-a3b", "qwen35-9b", "qwen35-35b-a3b", "gemma4-31b", "gemma4-26b-a4b",
     "granite31-8b", "ministral3-8b", "command-r7b",
     "granite4-h-micro", "granite4-h-tiny", "nemotron-h-8b", "nemotron3-nano-30b-a3b",
+    "kimi-linear-48b-a3b",
 )  # fmt: skip
 """At least one of each family."""
 

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.granite import GraniteMoe as GraniteMoe
     from meshwright.models.families.granite_hybrid import GraniteHybrid as GraniteHybrid
     from meshwright.models.families.hunyuan import Hunyuan as Hunyuan
+    from meshwright.models.families.kimi_linear import KimiLinear as KimiLinear
     from meshwright.models.families.llama import Llama as Llama
     from meshwright.models.families.llama4 import Llama4 as Llama4
     from meshwright.models.families.ministral3 import Ministral3 as Ministral3

@@ -36,6 +36,7 @@ PARTS: dict[str, dict[str, str]] = {
         "granite_hybrid": "models.families.granite_hybrid:GraniteHybrid",
         "granite_moe": "models.families.granite:GraniteMoe",
         "hunyuan": "models.families.hunyuan:Hunyuan",
+        "kimi_linear": "models.families.kimi_linear:KimiLinear",
         "llama": "models.families.llama:Llama",
         "llama4": "models.families.llama4:Llama4",
         "ministral3": "models.families.ministral3:Ministral3",

@@ -32,6 +32,7 @@ from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
 from meshwright.models.families.granite_hybrid import GraniteHybrid
+from meshwright.models.families.kimi_linear import KimiLinear
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
@@ -68,6 +69,10 @@ FAMILIES: dict[str, Model] = {
     "qwen3-next": QWEN3_NEXT,
     "granite-hybrid": GraniteHybrid(
         VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96, mamba_heads=16, mamba_head_size=8, mamba_state=16,
+    ),
+    "kimi-linear": KimiLinear(
+        VOCAB, 64, 4, 16, vocab_multiple=16, mlp=96, experts=8, experts_per_token=2, expert_mlp=32, dense_layers=1,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, linear_heads=8, linear_head_size=8,
     ),
     "layer kind from outside": ShortConvModel(VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96),
 }  # fmt: skip

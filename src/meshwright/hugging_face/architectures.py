@@ -54,6 +54,7 @@ from meshwright.models.families.gpt_oss import GptOss
 from meshwright.models.families.granite import Granite, GraniteMoe
 from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.hunyuan import Hunyuan
+from meshwright.models.families.kimi_linear import KimiLinear
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.ministral3 import Ministral3
@@ -923,23 +924,27 @@ _DEEPSEEK_EXPERTS = (
     only_if(lambda c: c.shared_experts > 0),
 )
 _DEEPSEEK_ROPE = Entry(_read_deepseek_rope, _write_deepseek_rope)
+_LATENT_ATTENTION = (
+    Entry(
+        lambda fields: fields.require("num_key_value_heads", fields.get("num_attention_heads")),
+        lambda c: {"num_key_value_heads": c.heads},
+    ),
+    without_effect("head_dim", "qk_head_dim"),
+    same("q_lora_rank", "q_lora_rank", 0, kind=lambda rank: rank or None),
+    *(
+        same(name, name)
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ),
+)
 _DEEPSEEK = (
     *(*_CORE, _MLP, _EPSILON, _TIED, _SILU),
     fixed("attention_bias", False),
     fixed("mlp_bias", False, written=False),
     fixed("moe_layer_freq", 1),
     fixed("ep_size", 1, written=False),
-    Entry(
-        lambda fields: fields.require("num_key_value_heads", fields.get("num_attention_heads")),
-        lambda c: {"num_key_value_heads": c.heads},
-    ),
-    without_effect("head_dim", "qk_head_dim", "seq_aux"),
+    without_effect("seq_aux"),
     _DEEPSEEK_ROPE,
-    same("q_lora_rank", "q_lora_rank", 0, kind=lambda rank: rank or None),
-    *(
-        same(name, name)
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    ),
+    *_LATENT_ATTENTION,
     *_DEEPSEEK_EXPERTS,
 )
 
@@ -1755,6 +1760,133 @@ _QWEN3_5_NAMES = {
     "step": (_IN_PROJ["step"], ("NG", "D")),
 }
 
+# Kimi Linear. The published files state linear attention in `linear_attn_config`, with layers numbered from 1.
+_LINEAR_CONFIG = "linear_attn_config"
+
+
+def _full_layers_of_kimi(layers: int, interval: int) -> list[int]:
+    """Returns the layers with full attention, numbered from 1: each `interval`-th, and the last."""
+    return [n for n in range(1, layers + 1) if n % interval == 0 or n == layers]
+
+
+def _read_kimi_layers(fields: Fields) -> dict[str, Any]:
+    layers = fields.get("num_hidden_layers")
+    of_config = fields.mapping(_LINEAR_CONFIG).get("full_attn_layers")
+    # `transformers` takes these where a configuration names no layers.
+    usual = of_config or list(range(5, layers + 1, 4))
+    kinds = fields.get(
+        "layer_types",
+        ["full_attention" if n in usual else _LINEAR for n in range(1, layers + 1)],
+    )
+    full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
+    interval = full[0] if full else layers
+    if (of_config or full) != full or full != _full_layers_of_kimi(layers, interval):
+        raise fields.error(
+            f"layers {of_config or full} of {layers} have full attention",
+            "a model with full attention in each n-th layer, and in the last",
+        )
+    return {"full_attention_interval": interval}
+
+
+def _read_kimi_dense(fields: Fields) -> dict[str, Any]:
+    layers = fields.get("num_hidden_layers")
+    dense = fields.get("first_k_dense_replace", 1)
+    kinds = fields.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
+    found = kinds.count("dense")
+    if kinds != ["dense"] * found + ["sparse"] * (layers - found):
+        raise fields.error(f"mlp_layer_types is {kinds}", "a model whose dense layers come first")
+    return {"dense_layers": found}
+
+
+def _read_kimi_sizes(fields: Fields) -> dict[str, Any]:
+    stated = fields.mapping(_LINEAR_CONFIG)
+    return {
+        "linear_heads": stated.get("num_heads", fields.get("linear_num_heads", 32)),
+        "linear_head_size": stated.get("head_dim", fields.get("linear_head_dim", 128)),
+        "convolution_taps": stated.get(
+            "short_conv_kernel_size", fields.get("linear_conv_kernel_dim", 4)
+        ),
+    }
+
+
+def _write_kimi_linear(c: Any) -> dict[str, Any]:
+    full = _full_layers_of_kimi(c.layers, c.full_attention_interval)
+    linear = {
+        "full_attn_layers": full,
+        "kda_layers": [n for n in range(1, c.layers + 1) if n not in full],
+        "num_heads": c.linear_heads,
+        "head_dim": c.linear_head_size,
+        "short_conv_kernel_size": c.convolution_taps,
+    }
+    return {_LINEAR_CONFIG: linear, "first_k_dense_replace": c.dense_layers}
+
+
+_KIMI_LINEAR = (
+    *(*_CORE, _MLP, _EPSILON_5, _SILU),
+    fixed("tie_word_embeddings", False),
+    must(embedding="untied"),
+    fixed("attention_bias", False),
+    *_LATENT_ATTENTION,
+    Entry(_read_kimi_layers, _write_kimi_linear),
+    Entry(_read_kimi_sizes),
+    Entry(_read_kimi_dense),
+    same("num_experts", "experts", 256, other="num_local_experts"),
+    same("num_experts_per_token", "experts_per_token", 8, other="num_experts_per_tok"),
+    same("num_shared_experts", "shared_experts", 1, other="n_shared_experts"),
+    same("moe_intermediate_size", "expert_mlp"),
+    same("routed_scaling_factor", "routed_scaling", 2.446, kind=float),
+    same("moe_renormalize", "normalize_top_k", True),
+    same("num_expert_group", "expert_groups", 1),
+    same("topk_group", "topk_groups", 1),
+    # Fields of the published files that `transformers` does not read: what they say is what it computes.
+    fixed("moe_router_activation_func", "sigmoid"),
+    fixed("mla_use_nope", True),
+    fixed("moe_layer_freq", 1),
+    fixed("use_grouped_topk", True, written=False),
+    fixed("num_nextn_predict_layers", 0, written=False),
+    without_effect("rope_theta", "rope_scaling", "rope_parameters", "model_max_length"),
+    # `transformers` takes the published number where it is missing, which may be beyond the vocabulary.
+    Entry(write=lambda c: {"pad_token_id": None}),
+    must(router_score="sigmoid", dispatch="dropless"),
+    given(
+        router_z_loss_weight=0.0,
+        bias_update_rate=_BIAS_UPDATE_RATE,
+        aux_loss_weight=_V3_BALANCE_WEIGHT,
+    ),
+    only_if(lambda c: c.shared_experts > 0),
+)
+_KIMI_LINEAR_NAMES = {
+    **_DEEPSEEK_NAMES,
+    **{
+        name: _MIXTRAL_NAMES[name] for name in ("router", "expert_gate", "expert_up", "expert_down")
+    },
+    "router_bias": ("block_sparse_moe.gate.e_score_correction_bias", ("R",)),
+    **_shared_expert("block_sparse_moe.shared_experts"),
+    "blocks.attention_out": LLAMA["attention_out"],
+    "dense_blocks.attention_out": LLAMA["attention_out"],
+    "attention_out": ("self_attn.o_proj.weight", ("D", "NGH")),
+    "key": ("self_attn.k_proj.weight", ("NH", "D")),
+    "value": ("self_attn.v_proj.weight", ("NGH", "D")),
+    "rate": ("self_attn.b_proj.weight", ("NG", "D")),
+    "step_down": ("self_attn.f_a_proj.weight", ("Z", "D")),
+    "step_up": ("self_attn.f_b_proj.weight", ("NGH", "Z")),
+    "step_bias": ("self_attn.dt_bias", ("NGH",)),
+    "a_log": ("self_attn.A_log", ("", "", "NG", "")),
+    "gate_down": ("self_attn.g_a_proj.weight", ("Z", "D")),
+    "gate_up": ("self_attn.g_b_proj.weight", ("NGH", "Z")),
+    "value_norm": ("self_attn.o_norm.weight", ("H",)),
+    "query_taps": ("self_attn.q_conv1d.weight", ("NH", "", "W")),
+    "key_taps": ("self_attn.k_conv1d.weight", ("NH", "", "W")),
+    "value_taps": ("self_attn.v_conv1d.weight", ("NGH", "", "W")),
+}
+_KIMI_LINEAR_FORMS = {
+    "one word for both kinds of second halves": {
+        name: (LLAMA[name][0].replace("mlp.", "block_sparse_moe."), LLAMA[name][1])
+        for name in ("gate", "up", "down")
+    }
+}
+"""`transformers` 5 writes the dense layers under the word that the published files have for experts."""
+
 _ALL = (
     Architecture("DeepseekV2ForCausalLM", "deepseek_v2", Deepseek, _DEEPSEEK_V2, _DEEPSEEK_NAMES),
     Architecture(
@@ -1902,6 +2034,14 @@ _ALL = (
         _MISTRAL4,
         {**_DEEPSEEK_NAMES, **_PACKED_FORMS["packed experts"]},
         forms=_PACKED_FORMS,
+    ),
+    Architecture(
+        "KimiLinearForCausalLM",
+        "kimi_linear",
+        KimiLinear,
+        _KIMI_LINEAR,
+        _KIMI_LINEAR_NAMES,
+        forms=_KIMI_LINEAR_FORMS,
     ),
     Architecture("Phi3ForCausalLM", "phi3", Llama, _PHI3, _PHI3_NAMES),
     Architecture("SmolLM3ForCausalLM", "smollm3", SmolLM3, _SMOLLM3),

@@ -210,7 +210,8 @@ def _parts(
         plain = tuple(letters.rstrip(_MARKS) for letters in axes if letters)
         axis = next((i for i, letters in enumerate(axes) if letters[-1:] in tuple(_MARKS)), None)
         if axis is None:
-            found[path] = StoredTensor(name, plain, layers)
+            shape = shapes[path] if "" in axes else ()
+            found[path] = StoredTensor(name, plain, layers, shape=shape)
             continue
         size, total = shapes[path][axis], sum(shape[axis] for shape in shapes.values())
         before, after = shapes[path][:axis], shapes[path][axis + 1 :]

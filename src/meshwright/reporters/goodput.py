@@ -224,13 +224,13 @@ def read_times(out: Path) -> RunTimes:
     """Returns the times that earlier starts of a run have left in its folder.
 
     Read from the end to the last start that has sums. Of the steps after it the last lines tell the usual time: a long
-    run has millions of lines, and hosts wait for this. Where a file cannot be read, the times of the run begin with this
-    start: its page names what is damaged.
+    run has millions of lines, and hosts wait for this. Where a file cannot be read, or is a pipe or a link, the times of the
+    run begin with this start: its page names what is damaged.
     """
     times = RunTimes()
     since = []
     step = 0.0
-    with contextlib.suppress(OSError, StorageError):
+    with contextlib.suppress(OSError, StorageError, ValueError):
         for record in _records(reversed_lines(out / "events.jsonl")):
             since.append(record)
             sums = RunTimes.from_json(record.get(TIMES)) if record.get("event") == "start" else None
@@ -239,7 +239,7 @@ def read_times(out: Path) -> RunTimes:
                 break
     for record in reversed(since):
         times.events.add(record)
-    with contextlib.suppress(OSError, StorageError):
+    with contextlib.suppress(OSError, StorageError, ValueError):
         lines = _records(reversed_lines(out / "metrics.jsonl"))
         new = itertools.takewhile(lambda line: line["step"] > step, lines)
         for record in reversed(list(itertools.islice(new, _READ))):

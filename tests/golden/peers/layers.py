@@ -3,6 +3,7 @@
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import theirs
@@ -11,6 +12,7 @@ from drawn import TOKENS, digests, draw, draw_tensors, write
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 HERE = Path(__file__).resolve()
@@ -20,12 +22,26 @@ B, T, N, G, H, F = 2, 150, 2, 2, 8, 16
 
 
 def delta_rule(out: Path) -> None:
-    """Output, last state and gradients of the sum of sines, by the recurrence."""
-    shapes = {"q": (B, T, N, H), "k": (B, T, N, H), "v": (B, T, N * G, F)}
-    q, k, v = (draw(f"delta {n}", shape, spread=1.0) for n, shape in shapes.items())
+    """Output, last state and gradients of the sum of sines, by the recurrence: with a decay of each state."""
     decay = -np.exp(draw("delta decay", (B, T, N * G), spread=1.0))
-    rate = 1 / (1 + np.exp(-draw("delta rate", (B, T, N * G), spread=1.5)))
     rule = modeling_qwen3_next.torch_recurrent_gated_delta_rule
+    _recurrence(out, "delta-rule", rule, decay, N * G, {})
+
+
+def kimi_delta_rule(out: Path) -> None:
+    """The same with a decay of each channel of a key, of which some forget all and some nothing (Kimi Linear)."""
+    decay = -np.exp(draw("kimi decay", (B, T, N, H), spread=3.0))
+    rule = modeling_kimi_linear.recurrent_kimi_delta_attention
+    _recurrence(out, "kimi-delta-rule", rule, decay, N, {"initial_state": None})
+
+
+def _recurrence(
+    out: Path, name: str, rule: Any, decay: np.ndarray, heads: int, others: dict[str, Any]
+) -> None:
+    """Writes what a rule computes. heads: of values.  others: its further arguments."""
+    shapes = {"q": (B, T, N, H), "k": (B, T, N, H), "v": (B, T, heads, F)}
+    q, k, v = (draw(f"delta {n}", shape, spread=1.0) for n, shape in shapes.items())
+    rate = 1 / (1 + np.exp(-draw("delta rate", (B, T, heads), spread=1.5)))
     rule = getattr(rule, "__wrapped__", rule)
     given = {
         n: torch.tensor(a, requires_grad=True)
@@ -36,6 +52,7 @@ def delta_rule(out: Path) -> None:
         "beta": given["b"],
         "output_final_state": True,
         "use_qk_l2norm_in_kernel": True,
+        **others,
     }
     found, last = rule(given["q"], given["k"], given["v"], **named)
     torch.sin(found).sum().backward()
@@ -44,7 +61,7 @@ def delta_rule(out: Path) -> None:
     arrays |= {"output": found.detach().numpy(), "state": last.detach().numpy()}
     grads = zip(inputs, given.values(), strict=True)
     arrays |= {f"gradient/{n}": x.grad.numpy() for n, x in grads}
-    write(out, "delta-rule", SCRIPTS, theirs.versions(), {}, arrays)
+    write(out, name, SCRIPTS, theirs.versions(), {}, arrays)
 
 
 def mxfp4(out: Path) -> None:
@@ -150,6 +167,7 @@ def further_token(out: Path) -> None:
 
 def main(out: Path) -> None:
     delta_rule(out)
+    kimi_delta_rule(out)
     mxfp4(out)
     further_token(out)
 

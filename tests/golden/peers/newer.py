@@ -118,6 +118,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("DeepseekV32", {**_SPARSE, "index_topk": 5}),
     "glm-5": ("GlmMoeDsa", {**_SPARSE, "index_topk": 6}),
     "dots1": ("Dots1", {**_SIZES, **_ROUTED, "first_k_dense_replace": 1, "norm_topk_prob": True}),
+    "kimi-linear": ("KimiLinear", {
+        **_SIZES, **theirs._LATENT, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 24,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+        "linear_num_heads": 4, "linear_head_dim": 8, "num_experts": 4, "num_experts_per_token": 2,
+        "num_shared_experts": 1, "moe_intermediate_size": 24, "routed_scaling_factor": 1.8, "pad_token_id": None,
+    }),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
 
@@ -172,6 +178,12 @@ WRITTEN_AS = {
 LAYERS: dict[str, dict[str, Any]] = {
     "gemma-4": {"num_hidden_layers": 42},
     "gemma-4-dense": {"num_hidden_layers": 42},
+    "kimi-linear": {
+        "linear_attn_config": {
+            "full_attn_layers": list(range(4, 41, 4)),
+            "kda_layers": [layer for layer in range(1, 41) if layer % 4],
+        },
+    },
 }
 """Row -> changes that make it deep, besides `num_hidden_layers`."""
 

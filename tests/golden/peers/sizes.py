@@ -31,6 +31,7 @@ _GRANITE_4 = {
         "full_attention" if layer % 10 == 5 else "linear_attention" for layer in range(40)
     ],
 }  # fmt: skip
+_FULL_OF_KIMI = [4, 8, 12, 16, 20, 24, 27]
 _QWEN_MOE = {"num_key_value_heads": 2, "rope_parameters": _ROPE_OF_QWEN}
 _QWEN_LARGE_MOE = {
     **_QWEN_MOE, "num_attention_heads": 32, "linear_num_value_heads": 64, "moe_intermediate_size": 1024,
@@ -136,6 +137,12 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral-Small-4": ("Mistral4ForCausalLM", {}),
     "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", {}),
     "GLM-5": ("GlmMoeDsaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "Kimi-Linear-48B-A3B": ("KimiLinearForCausalLM", {
+        "linear_attn_config": {
+            "full_attn_layers": _FULL_OF_KIMI, "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+            "kda_layers": [layer for layer in range(1, 28) if layer not in _FULL_OF_KIMI],
+        },
+    }),
     "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", {}),
     "Qwen2-57B-A14B": ("Qwen2MoeForCausalLM", {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,

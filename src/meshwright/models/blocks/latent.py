@@ -85,8 +85,8 @@ class LatentAttention(Kind):
     nope_size: int
     """Part of a query and a key without rotation."""
     latent: LatentSpec
-    rotary: Rotary
-    """Rotation of the rest of queries and keys."""
+    rotary: Rotary | None
+    """Rotation of the rest of queries and keys; None for none (NoPE)."""
     out_std: float
     """Initial standard deviation of the output projection."""
     temperature: Temperature | None = None
@@ -143,7 +143,7 @@ class LatentAttention(Kind):
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens."""
-        cos_sin = ctx.angles(self.rotary)
+        cos_sin: Any = None if self.rotary is None else ctx.angles(self.rotary)
         index_cos_sin = None if self.indexer is None else ctx.angles(self.indexer.rotary)
         growth_BT11 = None
         if self.temperature is not None:
@@ -164,10 +164,12 @@ class LatentAttention(Kind):
                 index = self.indexer.index(h_BTD, index_queries[0], w, index_cos_sin)
             if self.latent.query_rank is None:
                 q_BTNH = checkpoint_name(q_BTNH, QKV)
-            q_BTNH = self._rotated_queries(q_BTNH, cos_sin, h_BTD.dtype)
+            if self.rotary is not None:
+                q_BTNH = self._rotated_queries(self.rotary, q_BTNH, cos_sin, h_BTD.dtype)
             if growth_BT11 is not None:
                 q_BTNH = (q_BTNH * growth_BT11).astype(q_BTNH.dtype)
-            rope_BTNH = self.rotary.rotate(rope_BTNH, cos_sin)
+            if self.rotary is not None:
+                rope_BTNH = self.rotary.rotate(rope_BTNH, cos_sin)
             if decodes:
                 cached = (latents_BTNH, rope_BTNH)
                 out_BTNH = self._attend_latents(ctx, q_BTNH, *cached, w["kv_up"], index)
@@ -213,13 +215,15 @@ class LatentAttention(Kind):
         ends = (features - self.latent.cached, features - self.latent.rope_size)
         return jnp.split(gathered_BTZ, ends, axis=-1)
 
-    def _rotated_queries(self, q_BTNH: jax.Array, cos_sin: Any, dtype: Any) -> jax.Array:
+    def _rotated_queries(
+        self, rotary: Rotary, q_BTNH: jax.Array, cos_sin: Any, dtype: Any
+    ) -> jax.Array:
         """Returns the queries with their ends rotated, times the factor of the scores that YaRN has."""
         nope = self.nope_size
-        scaling = self.rotary.scaling
+        scaling = rotary.scaling
         # The kernels divide scores by the root of the head size.
         scale = scaling.score_scale if isinstance(scaling, LatentYarn) else 1.0
-        rotated = self.rotary.rotate(q_BTNH[..., nope:], cos_sin) * scale
+        rotated = rotary.rotate(q_BTNH[..., nope:], cos_sin) * scale
         return jnp.concatenate([q_BTNH[..., :nope] * scale, rotated], -1).astype(dtype)
 
     def _attend_latents(

@@ -31,6 +31,7 @@ from meshwright.errors import divisors, refuse
 from meshwright.models.blocks.layers import attention_projection, linears
 from meshwright.models.blocks.recurrence import (
     Carried,
+    ChannelDecays,
     Decays,
     abstract_carried,
     chunk_of,
@@ -226,7 +227,7 @@ class Chunks(NamedTuple):
     """Q, [chunks, K, B, C, state size]."""
     values: jax.Array
     """V, values times their steps, [chunks, K, B, G, C, H]."""
-    decays: Decays
+    decays: Decays | ChannelDecays
     """M and the decays from before a chunk and to its end, [chunks, K, B, G, ...]."""
 
 
@@ -242,7 +243,7 @@ def _chunks_of(x: SpaceInputs, rate_N: jax.Array, starts_BT: jax.Array, C: int) 
 def _add_state(state: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the states after a chunk, and those before it. chunk: what it keeps of them, and what it adds."""
     kept, added = chunk
-    return state * kept[..., None, None] + added, state
+    return state * kept + added, state
 
 
 def _outputs(chunks: Chunks, states: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -253,12 +254,12 @@ def _outputs(chunks: Chunks, states: jax.Array) -> tuple[jax.Array, jax.Array]:
         out = (Q K' * M) V + decayed Q S_before;   S_after = kept S_before + (decayed K)' V
     """
     k, q, v, decays = chunks
-    scores = jnp.einsum("mkbcs,mkbjs->mkbcj", q, k)[:, :, :, None] * decays.within
-    out = scores @ v
-    added = jnp.einsum("mkbcs,mkbgch->mkbgsh", k, v * decays.to_end[..., None])
-    after, before = lax.scan(_add_state, states, (decays.from_before[..., -1], added))
+    out = decays.products(q, k) @ v
+    added = jnp.einsum("mkbcs,mkbgch->mkbgsh", k, v * decays.to_end)
+    from_before = decays.from_before
+    after, before = lax.scan(_add_state, states, (from_before[..., -1:, :], added))
     read = jnp.einsum("mkbcs,mkbgsh->mkbgch", q, before)
-    return out + read * decays.from_before[..., None], after
+    return out + read * from_before, after
 
 
 # What a chunk computes is many times its inputs: the backward pass computes it again from them.

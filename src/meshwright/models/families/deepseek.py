@@ -5,14 +5,11 @@ routed and shared experts after them. A further layer may predict the token afte
 """
 
 import dataclasses
-import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
-import msgspec
 
-from meshwright.config import MeshShape
 from meshwright.declarations import changes
 from meshwright.models.blocks.indexer import Indexer
 from meshwright.models.blocks.latent import LatentAttention
@@ -21,14 +18,14 @@ from meshwright.models.blocks.rotary import Rotary, RotaryBase, Temperature
 from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import DenseLayersFirst
-from meshwright.models.model import MTP, ForwardContext, LatentSpec, Layer, ModelSpec
-from meshwright.ranges import NonNegativeFloat, PositiveInt
+from meshwright.models.families.fields import LatentWidths
+from meshwright.models.model import MTP, ForwardContext, Layer, ModelSpec
+from meshwright.ranges import NonNegativeFloat
 from meshwright.sharding.params import Param, Tree
-from meshwright.words import AXES
 
 
 @dataclasses.dataclass(frozen=True)
-class Deepseek(DenseLayersFirst):
+class Deepseek(LatentWidths, DenseLayersFirst):
     """Configuration of a mixture of experts with multi-head latent attention.
 
     Example:
@@ -38,16 +35,6 @@ class Deepseek(DenseLayersFirst):
         (48, 32, 80)
     """
 
-    q_lora_rank: PositiveInt | None = 96
-    """Width of the latent of queries; None projects queries from the layer's input (V2-Lite)."""
-    kv_lora_rank: PositiveInt = 64
-    """Width of the latent of keys and values."""
-    qk_nope_head_dim: PositiveInt = 32
-    """Part of a query and a key without rotation."""
-    qk_rope_head_dim: Annotated[int, msgspec.Meta(ge=2, multiple_of=2)] = 16
-    """Rotated part of a query, and of the key that all heads share."""
-    v_head_dim: PositiveInt = 32
-    """Size of a value."""
     rope_theta: RotaryBase = 10000.0
     """Base of the rotary frequencies."""
     yarn: LatentYarn | None = None
@@ -78,16 +65,13 @@ class Deepseek(DenseLayersFirst):
 
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""
-        latent = LatentSpec(
-            self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
-        )
         size, field = self.qk_rope_head_dim, "qk_rope_head_dim"
         rotary = Rotary(size, self.rope_theta, self.yarn, pairs="neighbours", field=field)
         attention = LatentAttention(
             self.width,
             self.heads,
             self.qk_nope_head_dim,
-            latent,
+            self.latent,
             rotary,
             self.out_std,
             self.temperature,
@@ -131,19 +115,3 @@ class Deepseek(DenseLayersFirst):
             return linear(jnp.concatenate(both, -1), w["project"]), w
 
         return h_BTD, block.layer(ctx, join)
-
-    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
-        """Returns fields of `shrunk`."""
-        every = math.prod(
-            shape.degrees()[axis] for axis in AXES if axis not in ("stage", "context")
-        )
-        heads, rank = math.lcm(shape.tensor * shape.context, 2), math.lcm(every, 8)
-        sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
-        return {
-            **super().small_sizes(shape, layers),
-            **sizes,
-            "heads": heads,
-            "width": math.lcm(every, heads * 8),
-            "q_lora_rank": None if self.q_lora_rank is None else rank,
-            "kv_lora_rank": rank,
-        }

@@ -154,8 +154,8 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
         """Returns the second half of the layers with experts."""
         return self.routed(shared=self.shared_experts * self.expert_mlp)
 
-    def dense_then_experts(self, attention: Kind, norm: Norm, **place: Any) -> Decoder:
-        """Returns the dense layers, then the layers with experts. place: that of the norm, as in `Block`."""
+    def second_halves(self) -> list[tuple[str, Kind]]:
+        """Returns the stack and the second half of every layer: the dense layers, then those with experts."""
         refuse(
             (
                 self.dense_layers >= self.layers,
@@ -164,19 +164,13 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
                 f"--model.dense-layers {max(self.layers - 1, 0)}",
             )
         )
-        dense = Block(
-            "dense_blocks",
-            attention,
-            FeedForward(self.width, self.mlp, self.out_std),
-            norm,
-            **place,
+        dense = ("dense_blocks", FeedForward(self.width, self.mlp, self.out_std))
+        experts = ("blocks", self.routed_and_shared())
+        return [dense] * self.dense_layers + [experts] * (self.layers - self.dense_layers)
+
+    def dense_then_experts(self, attention: Kind, norm: Norm, **place: Any) -> Decoder:
+        """Returns the dense layers, then the layers with experts. place: that of the norm, as in `Block`."""
+        layers = tuple(
+            Block(stack, attention, half, norm, **place) for stack, half in self.second_halves()
         )
-        experts = Block(
-            "blocks",
-            attention,
-            self.routed_and_shared(),
-            norm,
-            **place,
-        )
-        layers = (dense,) * self.dense_layers + (experts,) * (self.layers - self.dense_layers)
         return Decoder(self.width, layers, norm, tied=self.embedding == "tied")

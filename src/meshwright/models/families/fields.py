@@ -14,7 +14,9 @@ from meshwright.models.blocks.mamba2 import Mamba2, SpaceSpec
 from meshwright.models.blocks.rotary import RopeScaling, Rotary, RotaryBase
 from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.decoder import Block, DecoderModel, head_size_of
+from meshwright.models.model import LatentSpec
 from meshwright.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Share
+from meshwright.words import AXES
 
 LEARNED = Literal["none", "learned"]
 
@@ -183,3 +185,42 @@ class Projections(GroupedQuery):
 def local_and_global(c: Any, block: Block, local: Attention) -> list[Block]:
     """Returns `c.local_layers` layers with the attention `local`, then `block`."""
     return [dataclasses.replace(block, attention=local)] * c.local_layers + [block]
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentWidths(DecoderModel):
+    """Widths of multi-head latent attention."""
+
+    q_lora_rank: PositiveInt | None = 96
+    """Width of the latent of queries; None projects queries from the layer's input (V2-Lite)."""
+    kv_lora_rank: PositiveInt = 64
+    """Width of the latent of keys and values."""
+    qk_nope_head_dim: PositiveInt = 32
+    """Part of a query and a key without rotation."""
+    qk_rope_head_dim: Annotated[int, msgspec.Meta(ge=2, multiple_of=2)] = 16
+    """Rotated part of a query, and of the key that all heads share."""
+    v_head_dim: PositiveInt = 32
+    """Size of a value."""
+
+    @property
+    def latent(self) -> LatentSpec:
+        """Sizes of latents, rotary key and values."""
+        return LatentSpec(
+            self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
+        )
+
+    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
+        """Returns fields of `shrunk`."""
+        every = math.prod(
+            shape.degrees()[axis] for axis in AXES if axis not in ("stage", "context")
+        )
+        heads, rank = math.lcm(shape.tensor * shape.context, 2), math.lcm(every, 8)
+        sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+        return {
+            **super().small_sizes(shape, layers),
+            **sizes,
+            "heads": heads,
+            "width": math.lcm(every, heads * 8),
+            "q_lora_rank": None if self.q_lora_rank is None else rank,
+            "kv_lora_rank": rank,
+        }
