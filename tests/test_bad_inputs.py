@@ -1,6 +1,7 @@
 """Bad inputs in text and token files: each refused with file and line, or skipped and counted where that is allowed."""
 
 import cProfile
+import dataclasses
 import gzip
 import json
 import os
@@ -20,13 +21,14 @@ from meshwright.data import subwords, tokenizing
 from meshwright.data.corpus import load_corpus, parse_source
 from meshwright.data.sources import FileDocuments, Records
 from meshwright.data.subwords import train_bpe
-from meshwright.data.tokenizers import tokenizer_from_json
+from meshwright.data.tokenizers import Chars, tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import open_tokens
 from meshwright.documents import checksum
 from meshwright.errors import ConfigError, DataError
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run_file import read_run, run_to_dict
+from meshwright.trainer.sample import check_prompt
 
 LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -608,3 +610,14 @@ def test_a_fix_names_the_option_with_a_value_that_works(field: str, value: float
     with pytest.raises(ConfigError) as refused:
         place_run(mw.recipe("tiny", vocab=512, **{field: value}), mw.MeshShape())
     assert refused.value.fix == fix
+
+
+def test_a_prompt_in_other_characters_than_the_text() -> None:
+    """One that is asked for is refused before the run trains; the line break of runs that name none is left out."""
+    data = mw.Data(("text.txt",), tokenizer="chars")
+    tokenizer = Chars("abcd")
+    with pytest.raises(ConfigError, match="character 0 is 'x'") as error:
+        check_prompt(dataclasses.replace(data, prompt="xyz"), tokenizer)
+    assert error.value.fix == "--data.prompt a, or --data.tokenizer bytes"
+    for prompt in ("\n", "ab", ""):
+        check_prompt(dataclasses.replace(data, prompt=prompt), tokenizer)

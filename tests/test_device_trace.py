@@ -18,6 +18,7 @@ from meshwright.bench.device_trace import Event, Trace, device_time, read_trace
 from meshwright.bench.slow_devices import computations, name_slow_devices
 from meshwright.bench.slow_steps import WatchedRun
 from meshwright.bench.step_profile import compare
+from meshwright.mesh_shape import MeshShape
 from xlacensus.hlo.parser import Module, parse_module
 
 TEXTS = Path(__file__).parent / "analysis" / "texts"
@@ -234,9 +235,17 @@ def test_one_slow_device_of_eight_is_named(platform: str, slow: int | None, tmp_
         )
 
 
-@pytest.mark.parametrize(("slow", "said"), [(5, "GPU:5 of process 0"), (None, "none of the 8")])
+@pytest.mark.parametrize(
+    ("slow", "stages", "said"),
+    [
+        (5, 1, "GPU:5 of process 0"),
+        (None, 1, "none of the 8"),
+        (5, 2, "stages have different work"),
+    ],
+)
 def test_steps_that_become_slow_are_traced_once_an_hour(
     slow: int | None,
+    stages: int,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -263,7 +272,9 @@ def test_steps_that_become_slow_are_traced_once_an_hour(
 
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
     monkeypatch.setattr(jax.profiler, "stop_trace", stop_trace)
-    prepared = types.SimpleNamespace(compile=lambda batch: Step())
+    layout = types.SimpleNamespace(shape=MeshShape(stage=stages))
+    device_run = types.SimpleNamespace(layout=layout)
+    prepared = types.SimpleNamespace(compile=lambda batch: Step(), device_run=device_run)
     run = WatchedRun(cast(Any, prepared), tmp_path, clock=lambda: now)
     take = run.compile(None)
     seconds = [10] * 60 + [100] + [10] * 20 + [13] * 40  # one long pause is no slow run

@@ -3,6 +3,7 @@
 import json
 import types
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from test_cli import SMALL, meshwright
 import meshwright as mw
 from meshwright.api import training
 from meshwright.bench.device_trace import Event, Trace
+from meshwright.bench.slow_steps import WatchedRun
 from meshwright.bench.step_profile import ProfiledRun, compare, parse_steps
 from meshwright.errors import ConfigError
 from xlacensus.hlo.parser import parse_module
@@ -96,6 +98,18 @@ def test_simulated_devices_are_called_what_they_are() -> None:
 def test_steps_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--profile 10:13"):
         parse_steps(text, 100)
+
+
+@pytest.mark.parametrize("steps", ["3:4", "slow"])
+def test_a_profiled_run_is_what_the_loop_takes(steps: str, tmp_path: Path) -> None:
+    """Its sample is written, and the text of a bad step's samples can be."""
+    out = tmp_path / "out"
+    words = ["--devices", "1", "--data.sample", "5", "--steps", "4", "--profile", steps]
+    assert "step 4/4" in meshwright("train", "--out", str(out), *SMALL, *words)
+    assert (out / "sample.txt").read_text()
+    prepared = types.SimpleNamespace(tokenizer="a tokenizer", sources=tuple)
+    runs = (ProfiledRun(cast(Any, prepared), 3, 4, out), WatchedRun(cast(Any, prepared), out))
+    assert [run.tokenizer for run in runs] == ["a tokenizer"] * 2
 
 
 def test_a_training_is_profiled(tmp_path: Path) -> None:

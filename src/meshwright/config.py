@@ -344,7 +344,8 @@ class Data(Ranged, part="data"):
     ] = 0
     """Samples at the beginning of the order that are not read: those that another program has trained on."""
     prompt: Annotated[str, changes("loop"), TEXT_ONLY] = "\n"
-    """Prompt of the text sampled at the end of a run."""
+    """Prompt of the text sampled at the end of a run; by default a line break, and nothing where characters of a text
+    without one are the tokens."""
     sample: Annotated[NonNegativeInt | None, changes("loop"), TEXT_ONLY] = None
     """Tokens sampled at the end, at most a sequence; 200 by default up to 100M parameters or with sample-every."""
     sample_every: Annotated[NonNegativeInt, changes("loop"), TEXT_ONLY] = 0

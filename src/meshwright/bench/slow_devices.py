@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from meshwright.bench.device_trace import Trace, device_time
 from meshwright.formatting import format_step
+from meshwright.step.device_run import DeviceRun
 
 FACTOR = 1.2
 """Computation of a device over the median of all, above which it is slow."""
@@ -26,6 +27,11 @@ class Computation:
     """As a person finds it: `GPU:3 of process 0 (node7)`."""
     seconds: float
     """In one step, in which an operation other than a collective ran."""
+
+
+def devices_have_equal_work(device_run: DeviceRun) -> bool:
+    """Returns whether devices can be compared: stages compute different layers."""
+    return device_run.layout.shape.stage == 1
 
 
 def computations(trace: Trace, *, steps: int, process: int, host: str) -> list[Computation]:

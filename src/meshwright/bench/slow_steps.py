@@ -17,8 +17,16 @@ import jax
 from meshwright import last_words
 from meshwright.analysis.programs import parse_module
 from meshwright.bench.device_trace import read_trace
-from meshwright.bench.slow_devices import FACTOR, FEWEST, computations, name_slow_devices
+from meshwright.bench.observed_step import ObservedStep
+from meshwright.bench.slow_devices import (
+    FACTOR,
+    FEWEST,
+    computations,
+    devices_have_equal_work,
+    name_slow_devices,
+)
 from meshwright.step.state import State
+from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer import alarms
 from meshwright.trainer.loop import Trainable
 
@@ -79,19 +87,18 @@ class WatchedRun:
 
     def compile(self, batch: Any) -> Any:
         """Compiles the train step and returns it with a look at the clock before it."""
-        step = self._prepared.compile(batch)
+        return ObservedStep(self._prepared.compile(batch), self._take)
 
-        def watched(state: State, batch: Any) -> tuple[State, Any]:
-            if not self._untraced and self._is_slow():
-                self._begin(state)
-            result = step(state, batch)
-            if self._untraced:
-                self._untraced -= 1
-                if not self._untraced:
-                    self._end(result, step.program_text)
-            return result
-
-        return watched
+    def _take(self, step: CompiledTrainStep, state: State, batch: Any) -> tuple[State, Any]:
+        """Takes a step, and begins or ends a trace around it."""
+        if not self._untraced and self._is_slow():
+            self._begin(state)
+        result = step(state, batch)
+        if self._untraced:
+            self._untraced -= 1
+            if not self._untraced:
+                self._end(result, step.program_text)
+        return result
 
     def _is_slow(self) -> bool:
         """Notes that a step begins; returns whether a trace is to be taken."""
@@ -126,7 +133,8 @@ class WatchedRun:
         trace = read_trace(self._folder, parse_module(program_text()))
         process = jax.process_index()
         devices = computations(trace, steps=_TRACED, process=process, host=socket.gethostname())
-        slow = name_slow_devices(devices)
+        comparable = devices_have_equal_work(self._prepared.device_run)
+        slow = name_slow_devices(devices) if comparable else []
         for sentence in slow:
             alarms.tell(SLOW_DEVICE, sentence)
         found = "; ".join(slow)
@@ -137,6 +145,8 @@ class WatchedRun:
             )
         if len(devices) < FEWEST:
             found = f"the trace of process {process} has {len(devices)} devices, too few to compare"
+        elif not comparable:
+            found = "stages have different work, so their devices are not compared"
         last_words.say(f"slow steps ({times}): {found}; trace in {self._folder}")
 
     def stop(self) -> None:

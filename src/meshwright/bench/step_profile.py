@@ -18,7 +18,13 @@ from meshwright.analysis.programs import parse_module
 from meshwright.analysis.run_census import simulate_run
 from meshwright.bench.device_trace import Trace, device_time, innermost, read_trace
 from meshwright.bench.measured_kinds import explain_differences, kinds_of_trace
-from meshwright.bench.slow_devices import Computation, computations, name_slow_devices
+from meshwright.bench.observed_step import ObservedStep
+from meshwright.bench.slow_devices import (
+    Computation,
+    computations,
+    devices_have_equal_work,
+    name_slow_devices,
+)
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import choose_together
 from meshwright.hardware.chips import CHIPS
@@ -98,22 +104,6 @@ def parse_steps(text: str, steps: int) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-class _TracedStep:
-    """A compiled train step with the profiler around it."""
-
-    def __init__(self, step: CompiledTrainStep, profiled: "ProfiledRun"):
-        self._step = step
-        self._profiled = profiled
-
-    @property
-    def device_bytes(self) -> int | None:
-        """Bytes of a device that the step takes, as of `CompiledTrainStep`."""
-        return self._step.device_bytes
-
-    def __call__(self, state: State, batch: Any) -> tuple[State, Any]:
-        return self._profiled.take(self._step, state, batch)
-
-
 class ProfiledRun:
     """A run as the training loop takes it (`Trainable`), whose steps `first` to `last` are traced into `folder`."""
 
@@ -139,7 +129,7 @@ class ProfiledRun:
 
     def compile(self, batch: Any) -> Any:
         """Compiles the train step and returns it with the profiler around it."""
-        return _TracedStep(self._prepared.compile(batch), self)
+        return ObservedStep(self._prepared.compile(batch), self.take)
 
     def take(self, step: CompiledTrainStep, state: State, batch: Any) -> tuple[State, Any]:
         """Takes a step; the trace begins before the first of its steps and ends after the last."""
@@ -221,11 +211,8 @@ class ProfiledRun:
         )
 
     def _slow_devices(self, trace: Trace, steps: int) -> list[str]:
-        """Names the devices of all processes that compute longer than most. All processes call it together.
-
-        Stages have different work, so theirs are not compared.
-        """
-        if self._prepared.device_run.layout.shape.stage > 1:
+        """Names the devices of all processes that compute longer than most. All processes call it together."""
+        if not devices_have_equal_work(self._prepared.device_run):
             return []
         mine = computations(
             trace, steps=steps, process=jax.process_index(), host=socket.gethostname()

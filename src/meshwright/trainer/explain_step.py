@@ -19,7 +19,7 @@ from meshwright.data.batch import Batch
 from meshwright.hardware.agreement import choose_together
 from meshwright.step.health import PARAMETER
 from meshwright.trainer.first_tensor import VALUES, Alarm, First, name_first
-from meshwright.trainer.prepare import PreparedRun, Trainable
+from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.replicas import find_odd_replicas, full_name, name_devices, shard_sums
 from meshwright.trainer.tiers import say
 
@@ -112,7 +112,8 @@ def _sample_line(prepared: Trainable, batch: Any, first: First | None, first_sam
 
 def _texts(prepared: Trainable, batch: Any, sequences: list[int]) -> dict[str, str]:
     """Returns how the sequences that this process has begin."""
-    if not isinstance(batch, Batch) or not isinstance(prepared, PreparedRun):
+    tokenizer = prepared.tokenizer
+    if not isinstance(batch, Batch) or tokenizer is None:
         return {}
     found = {}
     for shard in batch.inputs.addressable_shards:
@@ -121,7 +122,7 @@ def _texts(prepared: Trainable, batch: Any, sequences: list[int]) -> dict[str, s
         for sequence in sequences:
             if start <= sequence < start + rows.shape[0]:
                 ids = rows[sequence - start].tolist()
-                text = prepared.corpus.tokenizer.decode(ids)[:_CHARACTERS]
+                text = tokenizer.decode(ids)[:_CHARACTERS]
                 shown = " ".join(map(str, ids[:_TOKENS]))
                 found[str(sequence)] = f", which begins {text!r} (ids {shown})"
     return found

@@ -31,6 +31,7 @@ from meshwright.data.megatron_order import (
     samples_of,
     weights_of,
 )
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.data.tokens import Progress
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import (
@@ -55,7 +56,7 @@ from meshwright.storage.transfer import local_copy
 from meshwright.storage.writing import write_atomically
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.relations import Output, check_run, with_stand_in_vocab
-from meshwright.trainer.sample import write_sample
+from meshwright.trainer.sample import check_prompt, write_sample
 
 _SMALL_MODEL = 100_000_000
 """Most parameters of a model that is sampled from by default: where the run sets neither option."""
@@ -111,6 +112,11 @@ class Trainable(abc.ABC):
             epochs=self.epochs(),
         )
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer of a run of text; None of a wrapped model, whose batches are its author's own."""
+        return None
+
     def epochs(self) -> Epochs | None:
         """Returns the passes over the training data; None where these have no end."""
         return None
@@ -157,6 +163,11 @@ class PreparedRun(Trainable):
     held_out: tuple[Samples, ...]
     order: MegatronOrder | None = None
     """Megatron's order of the samples, where the run asks for it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the text."""
+        return self.corpus.tokenizer
 
     def stream(self) -> Any:
         """Returns the training samples by their global index: `stream[i]`."""
@@ -415,6 +426,8 @@ def _prepare_text(
         from meshwright.data.conversations import load_conversations
 
         corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache, check)
+    if run.data.sample != 0:
+        check_prompt(run.data, corpus.tokenizer)
     vocab = run.model.vocab
     if vocab is not None and corpus.vocab > vocab:
         fix = f"--model.vocab {corpus.vocab}"

@@ -39,7 +39,7 @@ from meshwright.step.optimizers import build_lr_schedule
 from meshwright.step.state import State
 from meshwright.storage.writing import make_folder_below, open_file, write_atomically, write_text
 from meshwright.trainer.meter import BadStep
-from meshwright.trainer.prepare import Position, PreparedRun, Trainable
+from meshwright.trainer.prepare import Position, Trainable
 from meshwright.trainer.relations import SKIPPED, check_accepted, parts_of
 from meshwright.trainer.tiers import Tiers, say
 
@@ -490,7 +490,7 @@ def _way_on(prepared: Trainable, bad: BadStep) -> str:
     faults = prepared.device_run.run.faults
     if faults.bad_step != "stop":
         return "a higher --faults.most-skipped"
-    if isinstance(prepared, PreparedRun):
+    if prepared.tokenizer is not None:
         return "--faults.bad-step roll_back, which leaves its samples out"
     # The samples of an author's own batches have no index by which they could be left out.
     if bad.finite:

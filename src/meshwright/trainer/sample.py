@@ -10,7 +10,9 @@ from jax.sharding import Mesh
 
 from meshwright.activity import activity
 from meshwright.checkpoint.layer_order import permuted_in_layer_order
-from meshwright.data.tokenizers import Tokenizer, with_begin
+from meshwright.config import Data
+from meshwright.data.tokenizers import Chars, Tokenizer, with_begin
+from meshwright.errors import ConfigError, DataError
 from meshwright.generation.decoder import Decoder, bucket_for
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.weights import lay_out
@@ -38,16 +40,42 @@ def write_sample(
         from meshwright.checkpoint.initial_weights import merge_adapters
 
         device_run, params = merge_adapters(device_run, params)
-    prompt = with_begin(tokenizer, tokenizer.encode(data.prompt))
+    begin = _prompt_of(data, tokenizer)
+    prompt = with_begin(tokenizer, tokenizer.encode(begin))
     prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
     with activity("sample", "sampling from the model", "sampled from the model", step) as work:
         tokens = sample_tokens(
             device_run, params, prompt, tokens=count, seed=device_run.run.training.seed
         )
-        work.record["text"] = text = data.prompt + tokenizer.decode(tokens)
+        work.record["text"] = text = begin + tokenizer.decode(tokens)
     if jax.process_index() == 0:
         write_text(out / "sample.txt", text)
     return text
+
+
+def check_prompt(data: Data, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for a prompt that the characters of the text cannot write, before the run trains."""
+    if not isinstance(tokenizer, Chars):
+        return
+    try:
+        tokenizer.encode(_prompt_of(data, tokenizer))
+    except DataError as error:
+        letter = next(filter(str.isalnum, tokenizer.letters), tokenizer.letters[0])
+        raise ConfigError(
+            f"--data.prompt {data.prompt!r}",
+            error.truth,
+            f"--data.prompt {letter}, or --data.tokenizer bytes",
+        ) from error
+
+
+def _prompt_of(data: Data, tokenizer: Tokenizer) -> str:
+    """Returns the prompt of a run's sample.
+
+    The line break of runs that name no prompt is left out where the text has none: the sample then begins a text.
+    """
+    if isinstance(tokenizer, Chars) and data.prompt == Data().prompt not in tokenizer.letters:
+        return ""
+    return data.prompt
 
 
 def sample_tokens(
