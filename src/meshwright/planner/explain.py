@@ -288,7 +288,7 @@ def exchange_note(result: SearchResult) -> str | None:
     reasons = [reason for reason in result.refused.values() if "NVLink domain" in reason]
     if not reasons:
         return None
-    return f"{len(reasons)} meshes are refused, the first: {_in_a_line(reasons[0])}"
+    return f"layouts are refused on {len(reasons)} of the meshes, as this one: {_in_a_line(reasons[0])}"
 
 
 def fewer_are_faster(plans: Sequence[Plan]) -> list[str]:
