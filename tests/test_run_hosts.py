@@ -187,6 +187,17 @@ def test_norms_per_layer_are_those_of_all_tensors_of_a_layer(tmp_path: Path) -> 
         assert cells["update / parameter"] == pytest.approx(relative, rel=1e-5)
 
 
+def test_layers_without_an_update_have_no_relative_one(tmp_path: Path) -> None:
+    """A header may name other layers for one figure than for another: the page is shown all the same."""
+    out = write_run(tmp_path / "run")
+    text = (out / "health.jsonl").read_text()
+    renamed = text.replace('"update norm", "embed"', '"update norm", "other"')
+    assert renamed != text
+    (out / "health.jsonl").write_text(renamed)
+    titles = [section["title"] for section in page_of(out)["sections"]]
+    assert "Health" in titles
+
+
 # What is recorded
 
 
