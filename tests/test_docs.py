@@ -20,6 +20,7 @@ from meshwright.cli.main import TRUST
 from meshwright.cli.parse import parse
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.targets import parse_target
+from meshwright.hugging_face.architectures import ARCHITECTURES
 from meshwright.planner import plan_file
 from meshwright.runs import recipe
 
@@ -233,6 +234,12 @@ def test_files_that_the_pages_name_are_there() -> None:
             if not any((place / name).exists() for place in places):
                 faults.append(f"{page.relative_to(ROOT)}: {name}")
     assert not faults, "\n".join(faults)
+
+
+def test_the_first_page_counts_the_architectures() -> None:
+    """Without two that are compared inside larger models only."""
+    alone = ARCHITECTURES.keys() - {"Gemma4UnifiedForCausalLM", "Qwen3VLMoeTextModel"}
+    assert f"[{len(alone)} architectures]" in PAGES[0].read_text(encoding="utf-8")
 
 
 SEARCHED = {
