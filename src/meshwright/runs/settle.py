@@ -286,6 +286,10 @@ class Settled(PlacedRun):
                 "its backward pass computes the gradients of all weights, and under adapters "
                 "they are frozen"
             )
+        if self.layout.spec.runs:
+            return (
+                "it gathers for the next layer of one kind, and the model's kinds are in any order"
+            )
         if period > 1:
             return (
                 f"it gathers for the next layer of one kind, and the model's layers repeat "
