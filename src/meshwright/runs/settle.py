@@ -196,7 +196,13 @@ class Settled(PlacedRun):
         spec = next((layer.experts for layer in self.layout.spec.layers if layer.experts), None)
         if spec is None or getattr(self.run.model, "dispatch", None) == "capacity":
             return 1
-        return self.layout.shape.over(self.layout.expert_axes) // self.expert_nodes
+        devices = self.layout.shape.over(self.layout.expert_axes)
+        chip = self.machine.chip
+        # Where each device is a group, all of them exchange at once. 64 of 128 GPUs may still be in one domain, of 72,
+        # which `_nodes_of_experts` cannot know.
+        if self.expert_nodes == devices and chip and isinstance(chip.interconnect, Nodes):
+            return devices if devices <= chip.interconnect.devices_per_node else 1
+        return devices // self.expert_nodes
 
     def check_exchange(self) -> None:
         """Raises ConfigError where more devices of an NVLink domain exchange rows than XLA's kernel takes."""
