@@ -53,7 +53,9 @@ def pairs_of(rows: list[Row], case: str) -> list[tuple[str, Row, Row]]:
     pairs = [("as shipped", shipped["maxtext"], shipped["ours"])]
     if any("error" not in row for row in searched["maxtext"]):
         best = best_of(sides["maxtext"])
-        pairs.append(("ours as shipped, MaxText searched", best, shipped["ours"]))
+        tried = len(searched["maxtext"])
+        settings = f"{tried} setting{'' if tried == 1 else 's'}"
+        pairs.append((f"ours as shipped, MaxText searched, {settings}", best, shipped["ours"]))
         if any("error" not in row for row in searched["ours"]):
             pairs.append(("both searched", best, best_of(sides["ours"])))
     return [

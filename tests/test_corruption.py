@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flipped
 import jax
@@ -24,6 +25,7 @@ from test_checkpoint import programs_are_compiled_once, text_run
 from meshwright.config import Faults
 from meshwright.errors import HostError
 from meshwright.runs.run import Run
+from meshwright.signs import Phases
 from meshwright.trainer import loop, replicas, silent
 from meshwright.trainer.preemption import Preemption
 from meshwright.views.run_folder import RunFolder
@@ -262,3 +264,17 @@ def test_the_metadata_server_announces_preemption(monkeypatch: pytest.MonkeyPatc
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_step_and_the_comparison_after_it_are_timed_as_one() -> None:
+    """The table of hosts has the median of the steps, of which every second would be a comparison."""
+    phases = Phases()
+    equal = types.SimpleNamespace(make_equal=lambda state, step: state)
+    run = types.SimpleNamespace(phases=phases, replicas=equal)
+    for step in range(1, 4):
+        phases.enter("step", step)
+        time.sleep(0.02)
+        loop._Loop._with_equal_replicas(cast(Any, run), step, cast(Any, "state"))
+        phases.enter("data", step)
+    usual = phases.usual_seconds("step")
+    assert usual is not None and usual >= 0.02

@@ -3,6 +3,7 @@
 No trace of a chip is at hand: the planes are written here, over texts of programs that were compiled for these chips.
 """
 
+import errno
 import json
 import time
 import types
@@ -314,3 +315,24 @@ def planes_of_eight(platform: str, slow: int | None) -> list[str]:
         lane = "Stream #7(Compute)" if platform == "GPU" else "XLA Ops"
         planes.append(plane(f"/device:{platform}:{device}", {lane: events}))
     return planes
+
+
+def test_a_trace_that_cannot_be_read_is_said_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("meshwright.last_words.say", said.append)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = WatchedRun(cast(Any, types.SimpleNamespace()), tmp_path)
+    (tmp_path / "a.xplane.pb").write_bytes(b"damaged")
+    run._read_or_say(lambda: "no program", "1 s")
+    monkeypatch.setattr("jax.profiler.start_trace", lambda *_, **__: None)
+    monkeypatch.setattr("jax.profiler.stop_trace", full)
+    run._begin(cast(Any, 0))
+    run._end(0, lambda: "")
+    unread, unwritten = said
+    assert f"{tmp_path} was not read" in unread
+    assert "the trace was not written: " in unwritten and run._reader is None

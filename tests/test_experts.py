@@ -47,8 +47,9 @@ from meshwright.models.flops import formulas, forward_flops, layer_flops
 from meshwright.models.kernels.choose import ragged_dot
 from meshwright.models.model import ExpertSpec
 from meshwright.planner.estimate import StepModel, estimate
+from meshwright.planner.explain import notes
 from meshwright.planner.physics import PHYSICS
-from meshwright.planner.search import price_run
+from meshwright.planner.search import price_run, search
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import place_run
@@ -612,6 +613,32 @@ def test_exchanges_above_the_ranks_of_xla_s_kernel_are_refused(
         with pytest.raises(ConfigError, match="64 devices of one NVLink domain") as error:
             refused()
         assert fix in str(error.value)
+
+
+def test_devices_that_exchange_at_once_may_be_in_one_domain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one expert for a token each device is a group of its own; 64 of 128 GPUs may be in a domain of 72."""
+    monkeypatch.setattr("importlib.metadata.version", {"jaxlib": "0.11.2"}.__getitem__)
+    settled = _settled_moe("gb200:128", "fsdp=2,expert=64", recipe="llama4-maverick")
+    assert settled.expert_nodes == 64
+    with pytest.raises(ConfigError, match="64 devices of one NVLink domain"):
+        settled.check_exchange()
+    between = _settled_moe("h100:128", "fsdp=2,expert=64", recipe="llama4-maverick")
+    assert between.expert_nodes == 64
+    between.check_exchange()
+
+
+def test_a_search_goes_on_where_exchanges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the plan says why some meshes are missing."""
+    monkeypatch.setattr("meshwright.runs.settle.most_ranks", lambda version: 2)
+    run = find_recipe("tiny-moe")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=512))
+    result = search(run, parse_target("h100:8"))
+    assert any(plan.mesh.expert == 2 for plan in result.plans)
+    assert not any(plan.mesh.expert > 2 for plan in result.plans)
+    assert "expert=8" in result.refused
+    assert any("NVLink domain, because the exchange kernel" in note for note in notes(run, result))
 
 
 def test_a_domain_above_every_kernel_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from meshwright.reporters.goodput import (
     TIMES,
     EventTimes,
     Goodput,
+    RunTimes,
     StepTimes,
     read_times,
     split_time,
@@ -198,3 +199,17 @@ def test_a_start_keeps_the_times_before_it(tmp_path: Path) -> None:
     assert continued.steps.usual() == pytest.approx(whole.steps.usual())
     assert vars(continued.events) == vars(whole.events)
     assert whole.events.steps_lost == 10 and sum(whole.events.activity_seconds.values()) == 9.0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"lines": -2}, {"step seconds": -5.0}, {"last": [[0.1, 0.0]] * 100}, {"activities": {"saving": -1.0}}],
+)  # fmt: skip
+def test_sums_that_no_start_writes_are_passed_over(damage: dict[str, Any]) -> None:
+    """Two lines less than none would be divided by, and a block that is never complete grows with the run."""
+    times = RunTimes()
+    times.events.add({"event": "start", "step": 0, "time": BEGIN})
+    times.steps.add({"step": 1, "step seconds": 1.0})
+    record = times.to_json()
+    assert RunTimes.from_json(record) is not None
+    assert RunTimes.from_json({**record, **damage}) is None

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from meshwright.errors import CheckpointError
 from meshwright.runs.run import Run
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.trainer import loop
+from meshwright.trainer.preemption import Preemption
 
 __all__ = ["programs_are_compiled_once"]  # a fixture of this file too
 
@@ -132,6 +134,26 @@ def test_every_resume_says_the_step_and_what_is_taken_again(
     train_into(run, out, cache, start="resume")
     assert f"going on from step {STEPS}\n" in capfd.readouterr().err
     assert events_of(out, "restore")[-1]["taken again"] == 0
+
+
+def test_a_signal_before_the_first_step_keeps_what_only_a_local_disk_has(
+    run: Run, tmp_path: Path, cache: Path
+) -> None:
+    """The hosts' own checkpoints are forgotten at the end: the output folder has got their state before."""
+    out, disk = tmp_path / "out", tmp_path / "disk"
+    run = dataclasses.replace(
+        run,
+        training=dataclasses.replace(run.training, save_every=0),
+        local_checkpoints=LocalCheckpoints(path=str(disk), every=1),
+    )
+    killed(run, out, cache, 3)
+    assert not committed_steps(out / "checkpoints")
+    preemption = Preemption()
+    preemption.received = signal.SIGTERM
+    stopped = train_into(run, out, cache, start="resume", preemption=preemption)
+    assert stopped.steps_taken == 0 and stopped.steps > 0
+    assert committed_steps(out / "checkpoints") == [stopped.steps]
+    assert not list(disk.rglob("manifest"))
 
 
 def test_a_folder_that_was_deleted_and_submitted_again_is_a_new_run(

@@ -2,6 +2,7 @@
 
 import json
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from meshwright.bench.device_trace import Event, Trace
 from meshwright.bench.slow_steps import WatchedRun
 from meshwright.bench.step_profile import ProfiledRun, compare, parse_steps
 from meshwright.errors import ConfigError
+from meshwright.trainer.prepare import Position
 from xlacensus.hlo.parser import parse_module
 from xlacensus.schedule import SimulatedSchedule, Span
 
@@ -110,6 +112,51 @@ def test_a_profiled_run_is_what_the_loop_takes(steps: str, tmp_path: Path) -> No
     prepared = types.SimpleNamespace(tokenizer="a tokenizer", sources=tuple)
     runs = (ProfiledRun(cast(Any, prepared), 3, 4, out), WatchedRun(cast(Any, prepared), out))
     assert [run.tokenizer for run in runs] == ["a tokenizer"] * 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "traces"),
+    [
+        ((1, 2, 3, 4, 5, 2, 3, 4, 5), [(3, 4)]),  # returns to step 1, and later to step 4
+        ((1, 2, 3, 1, 2, 3, 4), [(3,), (3, 4)]),
+        ((1, 2, 3, 4, 5, 6, 5, 6), [(3, 4)]),
+    ],
+)
+def test_a_profiled_run_may_return_to_a_checkpoint(
+    steps: Sequence[int],
+    traces: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[list[int]] = []
+    under_way: list[bool] = []
+    monkeypatch.setattr(
+        "jax.profiler.start_trace", lambda *_, **__: (found.append([]), under_way.append(True))
+    )
+    monkeypatch.setattr("jax.profiler.stop_trace", under_way.clear)
+
+    class Step:
+        def program_text(self) -> str:
+            return ""
+
+        def __call__(self, state: Any, batch: Any) -> Any:
+            if under_way:
+                found[-1].append(batch)
+            return state, {}
+
+    prepared = types.SimpleNamespace(compile=lambda batch: Step(), feed=lambda start: start)
+    run = ProfiledRun(cast(Any, prepared), 3, 4, tmp_path)
+    take = run.compile(None)
+    before = None
+    for step in steps:
+        if before is None or step != before + 1:
+            run.feed(Position(step - 1, 0))
+        take(0, step)
+        before = step
+    assert [tuple(each) for each in found] == traces
+    late = ProfiledRun(cast(Any, prepared), 3, 4, tmp_path)
+    with pytest.raises(ConfigError, match="--profile 7:9"):
+        late.feed(Position(5, 0))
 
 
 def test_a_training_is_profiled(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
+import beside_records
 import pytest
 import records
 
@@ -42,6 +43,13 @@ def test_the_records_are_what_the_rows_say() -> None:
     """The file is what its script writes now, from every row that states a speed."""
     found: list[dict[str, Any]] = json.loads(RECORDS_FILE.read_text(encoding="utf-8"))["records"]
     assert found == [dataclasses.asdict(record) for record in records.records()]
+
+
+def test_plans_beside_records_are_those_of_now() -> None:
+    """The table of docs/plan.md has the plans that the planner makes now."""
+    page = beside_records.PAGE.read_text(encoding="utf-8")
+    for case in beside_records.CASES:
+        assert beside_records.row_of(case) in page
 
 
 def test_records_count_flops_as_predictions_do() -> None:

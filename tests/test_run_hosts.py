@@ -30,7 +30,7 @@ from meshwright.monitoring.host import process_memory
 from meshwright.monitoring.processes import keeping_processes
 from meshwright.signs import WORK, Phases, waiting
 from meshwright.views import run_page
-from meshwright.views.run_folder import RunFolder
+from meshwright.views.run_folder import RunFolder, open_folders
 from meshwright.views.run_hosts import host_blocks, memory_blocks
 
 
@@ -165,6 +165,15 @@ def test_an_axis_is_offered_only_where_every_run_has_it(tmp_path: Path) -> None:
     assert list(choice["scales"]) == ["hours"]
 
 
+def test_runs_in_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / run / "out") for run in ("first", "second")]
+    page = run_page.run_page(open_folders(paths)).to_json()
+    [choice] = [block for block in blocks_of(page) if "scales" in block]
+    assert list(choice["scales"]["hours"]) == [str(path) for path in paths]
+    text = json.dumps(page["sections"][0])
+    assert all(str(path) in text for path in paths)
+
+
 def test_norms_per_layer_are_those_of_all_tensors_of_a_layer(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "run"))
     [health] = [section for section in page["sections"] if section["title"] == "Health"]
@@ -185,6 +194,17 @@ def test_norms_per_layer_are_those_of_all_tensors_of_a_layer(tmp_path: Path) -> 
             assert cells[figure] == pytest.approx(np.hypot(query, up), rel=0.01)
         relative = cells["update norm"] / cells["parameter norm"]
         assert cells["update / parameter"] == pytest.approx(relative, rel=1e-5)
+
+
+def test_layers_without_an_update_have_no_relative_one(tmp_path: Path) -> None:
+    """A header may name other layers for one figure than for another: the page is shown all the same."""
+    out = write_run(tmp_path / "run")
+    text = (out / "health.jsonl").read_text()
+    renamed = text.replace('"update norm", "embed"', '"update norm", "other"')
+    assert renamed != text
+    (out / "health.jsonl").write_text(renamed)
+    titles = [section["title"] for section in page_of(out)["sections"]]
+    assert "Health" in titles
 
 
 # What is recorded

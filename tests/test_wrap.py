@@ -404,6 +404,14 @@ def test_numpy_arrays_of_an_equinox_module_are_constants() -> None:
             ConfigError,
             "each device would draw the same",
         ),
+        *(
+            (
+                lambda name=name: mw.wrap(W, lambda p, b: (squares(p, b), {name: 1.0}), rows),
+                ConfigError,
+                f"a metric called {name!r}",
+            )
+            for name in ("loss", "time", "step", "examples")
+        ),
         (
             lambda: mw.wrap(W, squares, rows, rules={".": (), "w": ("fsdp",)}),
             ConfigError,

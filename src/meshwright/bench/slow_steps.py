@@ -25,6 +25,7 @@ from meshwright.bench.slow_devices import (
     devices_have_equal_work,
     name_slow_devices,
 )
+from meshwright.errors import reason_of
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer import alarms
@@ -113,20 +114,30 @@ class WatchedRun:
         self._due_at = self._clock() + _PERIOD
         try:
             jax.profiler.start_trace(str(self._folder))
-        except RuntimeError as error:  # another trace of this process is under way
-            last_words.say(f"slow steps: no trace was taken: {error}")
+        except (RuntimeError, OSError) as error:  # another trace of this process is under way
+            last_words.say(f"slow steps: no trace was taken: {reason_of(error)}")
             return
         self._untraced = _TRACED
 
     def _end(self, result: Any, program_text: Callable[[], str]) -> None:
         jax.block_until_ready(result)
-        jax.profiler.stop_trace()
         self._called_at = None
+        if not _stop_trace():
+            return
         times = f"{self._slow_steps.recent:.3g} s, {self._slow_steps.usual:.3g} s before"
         self._reader = threading.Thread(
-            target=self._read, args=(program_text, times), daemon=True, name="slow steps: trace"
+            target=self._read_or_say,
+            args=(program_text, times),
+            daemon=True,
+            name="slow steps: trace",
         )
         self._reader.start()
+
+    def _read_or_say(self, program_text: Callable[[], str], times: str) -> None:
+        try:
+            self._read(program_text, times)
+        except Exception as error:  # the run is not about its trace
+            last_words.say(f"slow steps ({times}): {self._folder} was not read: {reason_of(error)}")
 
     def _read(self, program_text: Callable[[], str], times: str) -> None:
         """Reads the trace and names what it shows."""
@@ -153,6 +164,16 @@ class WatchedRun:
         """Ends a trace where the run ends within it, and waits a little for the reading of the last."""
         if self._untraced:
             self._untraced = 0
-            jax.profiler.stop_trace()
+            _stop_trace()
         if self._reader is not None:
             self._reader.join(10.0)
+
+
+def _stop_trace() -> bool:
+    """Ends a trace; returns whether it was written. A full disk loses it, and ends no run."""
+    try:
+        jax.profiler.stop_trace()
+    except (RuntimeError, OSError) as error:
+        last_words.say(f"slow steps: the trace was not written: {reason_of(error)}")
+        return False
+    return True

@@ -110,6 +110,8 @@ class ProfiledRun:
     def __init__(self, prepared: Trainable, first: int, last: int, folder: Path):
         self._prepared, self._first, self._last, self._folder = prepared, first, last, folder
         self._step = 0
+        self._has_begun = False
+        """Whether the run has been given batches: from then on it only returns to a checkpoint."""
         self._began: float | None = None
         self._text, self._seconds = "", 0.0
 
@@ -117,14 +119,20 @@ class ProfiledRun:
         return getattr(self._prepared, name)
 
     def feed(self, start: Position) -> Batches:
-        """Returns the run's batches, and counts steps from there on."""
+        """Returns the run's batches, and counts steps from there on.
+
+        A run that returns to a checkpoint while its steps are traced begins the trace again, where its first step
+        comes again.
+        """
         self._step = start.step
-        if self._first <= start.step:
+        self.stop()
+        if self._first <= start.step and not self._has_begun:
             raise ConfigError(
                 f"--profile {self._first}:{self._last}",
                 f"the run goes on after step {start.step}",
                 f"--profile {start.step + 2}:{start.step + 4}",
             )
+        self._has_begun = True
         return self._prepared.feed(start)
 
     def compile(self, batch: Any) -> Any:
@@ -134,7 +142,7 @@ class ProfiledRun:
     def take(self, step: CompiledTrainStep, state: State, batch: Any) -> tuple[State, Any]:
         """Takes a step; the trace begins before the first of its steps and ends after the last."""
         self._step += 1
-        if self._step == self._first:
+        if self._step == self._first and not self._seconds:
             self._text = step.program_text()
             jax.block_until_ready(state)
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)

@@ -191,11 +191,16 @@ def _first_reason(result: SearchResult) -> str:
     if not result.refused:
         return "none divides its batch, heads and layers"
     mesh, reason = next(iter(result.refused.items()))
+    return f"{mesh}: {_in_a_line(reason)}"
+
+
+def _in_a_line(reason: str) -> str:
+    """Returns an error of the trainer in a line, without its fix."""
     lines = [line.strip() for line in reason.splitlines()]
     causes = [line.removeprefix("because:").strip() for line in lines if line.startswith("because")]
     if not causes:
-        return f"{mesh}: {lines[0]}"
-    return f"{mesh}: {lines[0]}, because {'; '.join(causes)}"
+        return lines[0]
+    return f"{lines[0]}, because {'; '.join(causes)}"
 
 
 def _batch_that_is_planned(run: Run, target: Target) -> str | None:
@@ -278,6 +283,14 @@ def sharding_note(result: SearchResult) -> str | None:
     )
 
 
+def exchange_note(result: SearchResult) -> str | None:
+    """States why meshes are refused on which too many devices of an NVLink domain send rows to experts."""
+    reasons = [reason for reason in result.refused.values() if "NVLink domain" in reason]
+    if not reasons:
+        return None
+    return f"layouts are refused on {len(reasons)} of the meshes, as this one: {_in_a_line(reasons[0])}"
+
+
 def fewer_are_faster(plans: Sequence[Plan]) -> list[str]:
     """States which plans are slower than another of fewer devices of the same chip, for the same tokens per step."""
     found = []
@@ -357,6 +370,7 @@ def notes(run: Run, result: SearchResult) -> list[str]:
         batch_note(run, target),
         compare_batches(run, target, result),
         sharding_note(result),
+        exchange_note(result),
         smaller_machine_note(run, result),
         result.plans[0].record_note if result.plans else None,
     ]

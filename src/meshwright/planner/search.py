@@ -489,9 +489,10 @@ def least_seconds(run: Run, target: Target, best: Plan) -> float:
                     placed = place_run(
                         _with_training(scheduled, microbatches=microbatches, remat="full")
                     )
+                    least = _without_copies(placed, target)
                 except ConfigError:
                     break
-                if _without_copies(placed, target) >= bound:
+                if least >= bound:
                     left_out.add((shape, microbatches))
                     break  # more microbatches take no less
                 bound = min(bound, _least_of_policies(placed, target, room))

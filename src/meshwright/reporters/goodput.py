@@ -180,6 +180,9 @@ class RunTimes:
         are_pairs = all(len(pair) == 2 for pair in pairs)
         if len(seconds) < len(activities) or len(numbers) < len(_SUMS) or not are_pairs:
             return None
+        is_negative = any(number < 0 for number in (*seconds, *numbers))
+        if is_negative or len(pairs) >= _BLOCK:  # `to_json` writes neither
+            return None
         first, lost, lines, step_seconds, data_seconds = numbers
         times = cls()
         times.events.first_time = first

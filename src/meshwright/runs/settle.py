@@ -196,7 +196,13 @@ class Settled(PlacedRun):
         spec = next((layer.experts for layer in self.layout.spec.layers if layer.experts), None)
         if spec is None or getattr(self.run.model, "dispatch", None) == "capacity":
             return 1
-        return self.layout.shape.over(self.layout.expert_axes) // self.expert_nodes
+        devices = self.layout.shape.over(self.layout.expert_axes)
+        chip = self.machine.chip
+        # Where each device is a group, all of them exchange at once. 64 of 128 GPUs may still be in one domain, of 72,
+        # which `_nodes_of_experts` cannot know.
+        if self.expert_nodes == devices and chip and isinstance(chip.interconnect, Nodes):
+            return devices if devices <= chip.interconnect.devices_per_node else 1
+        return devices // self.expert_nodes
 
     def check_exchange(self) -> None:
         """Raises ConfigError where more devices of an NVLink domain exchange rows than XLA's kernel takes."""
@@ -449,14 +455,17 @@ class Settled(PlacedRun):
         truth = "a step that is computed twice would differ without a fault"
         if self.run.training.deterministic:
             asked = "--training.deterministic"
+            off = "no --training.deterministic"
         elif faults.check_every:
             asked = f"--faults.check-every {faults.check_every}"
+            off = "--faults.check-every 0"
         elif faults.check_replicas:
             asked = f"--faults.check-replicas {faults.check_replicas}"
+            off = "--faults.check-replicas 0"
             truth = "replicas may differ without a fault"
         else:
             return
-        fix = "neither of the two, or another platform"
+        fix = f"{off}, or another platform"
         if keeps.compiler_options:
             fix = "--training.deterministic"
         raise ConfigError(

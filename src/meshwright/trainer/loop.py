@@ -230,13 +230,13 @@ class _Loop:
     def _take_steps(self, state: State) -> tuple[State, int, int]:
         """Trains from `origin` to the end of the run or a signal.
 
-        Returns the state, the steps that the run has taken, and the step of the newest save into the
-        output folder since `origin`: its own step if there was none.
+        Returns the state, the steps that the run has taken, and the step of the newest state in the
+        output folder, as far as it is that of `origin` or newer; 0 for none.
         """
         training = self.run.training
         self.feed = self.prepared.feed(self.origin)
         step = self.origin.step
-        saved = step
+        saved = step if self._output_has(step) else 0
         batch: Any = None
         try:
             while step < training.steps and not self.preemption.stops():
@@ -273,6 +273,13 @@ class _Loop:
         finally:
             self.spent["input wait"] += self.feed.wait_seconds
 
+    def _output_has(self, step: int) -> bool:
+        """Returns whether the output folder has the state after a step, from which the run goes on.
+
+        The hosts' own disks may have it alone, and these are forgotten when the run ends.
+        """
+        return self.run.local_checkpoints.path is None or self.checkpoints.output_has(step)
+
     @property
     def _compares_replicas(self) -> bool:
         """Whether replicas are compared at all."""
@@ -294,7 +301,8 @@ class _Loop:
         Raises _RollBack where no majority of them is equal: a checkpoint has no replicas that
         differ.
         """
-        self.phases.enter("step", step)
+        if self.phases.now[:2] != (step, "step"):  # else the step goes on, and is timed as one
+            self.phases.enter("step", step)
         settled = self.replicas.make_equal(state, step)
         if settled is None:
             place = self.origin._replace(step=step, cursor=self._samples_read(step), data=None)

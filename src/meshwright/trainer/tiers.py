@@ -30,7 +30,7 @@ from meshwright.errors import (
     MeshwrightError,
     UnavailableError,
 )
-from meshwright.hardware.agreement import choose_together
+from meshwright.hardware.agreement import answer_of_the_first, choose_together
 from meshwright.signs import NOBODY, waiting
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
@@ -179,6 +179,10 @@ class Tiers(Checkpoints):
     def steps(self) -> list[int]:
         """Returns the steps that all hosts have, in one tier or the other, newest first."""
         return list(dict.fromkeys(step for step, _, _ in self._choices(None, strict=False)))
+
+    def output_has(self, step: int) -> bool:
+        """Returns whether the output folder has a checkpoint of a step; the same in every process."""
+        return answer_of_the_first(lambda: step in committed_steps(self.folder))
 
     def restore(
         self,

@@ -98,8 +98,10 @@ def _norms(history: History) -> Table:
 
 
 def _ratios(over: dict[str, float], under: dict[str, float]) -> dict[str, float]:
-    """Returns the quotients of two figures, of the layers that have one."""
-    return {layer: over[layer] / number for layer, number in under.items() if number}
+    """Returns the quotients of two figures, of the layers that have both."""
+    return {
+        layer: over[layer] / number for layer, number in under.items() if number and layer in over
+    }
 
 
 def _cell(number: float | None) -> Cell:

@@ -315,7 +315,7 @@ class BatchFeed:
         self.wait_seconds = 0.0
         self._source, self._step, self._sharding = source, first, sharding
         self._batches = source.open(first, position)
-        self.position: Any = None
+        self.position: Any = position
         """Position after the last batch, as JSON; None where the number of steps tells it."""
 
     def __iter__(self) -> "BatchFeed":

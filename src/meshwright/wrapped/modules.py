@@ -15,11 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import ConfigError
+from meshwright.reporters import BETWEEN
+from meshwright.reporters.goodput import METRICS as GOODPUT
 
 Arrays = dict[str, Any]
 """Arrays by dotted path, such as `Dense_0.kernel`."""
 Annotations = dict[str, tuple[Any, ...]]
 """Axis name, several, or None of each dimension of a parameter, by path: as the module states them."""
+
+
+_OF_STEPS = ("loss", "gradient norm", "learning rate", "held-out loss", "batch", "examples")
+_OF_TIMES = ("step", "time", "examples/s", "MFU", "step seconds", "input wait seconds")
+RESERVED = {*_OF_STEPS, *_OF_TIMES, *(f"{name} seconds" for name in BETWEEN), *GOODPUT}
+"""Names in a line of metrics that the step and the loop write themselves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +102,7 @@ def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
                 f"it has the shape {list(jnp.shape(value))}, and a gradient is that of one number",
                 f"its mean over the examples: {name}.mean()",
             )
-    reserved = sorted(set(metrics) & {"loss", "gradient norm", "learning rate"})
+    reserved = sorted(set(metrics) & RESERVED)
     if reserved:
         raise ConfigError(
             f"a metric called {reserved[0]!r}", "the step reports one of that name", "another name"
