@@ -165,7 +165,12 @@ def test_options_of_a_deterministic_run_are_those_of_its_machine() -> None:
         (
             Machine("rocm", kind="MI300"),
             {"faults": Faults(check_every=9)},
-            r"check-every 9 on MI300(.|\n)*neither",
+            r"check-every 9 on MI300(.|\n)*fix: +--faults.check-every 0",
+        ),
+        (
+            Machine("rocm", kind="MI300"),
+            {"faults": Faults(check_replicas=9)},
+            r"check-replicas 9 on MI300(.|\n)*fix: +--faults.check-replicas 0",
         ),
     ],
 )

@@ -7,14 +7,21 @@ import pytest
 from tiny_runs import tiny_run
 
 import meshwright as mw
+from meshwright.callers import command_line
+from meshwright.cli.verbs import parse_verb
 from meshwright.generation.cache import CachePlan
+from meshwright.hardware.machine import Machine
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Block
+from meshwright.models.families.kimi_linear import KimiLinear
 from meshwright.models.families.nemotron_h import NemotronH
 from meshwright.models.flops import forward_flops
 from meshwright.models.layer_runs import shortest_runs
+from meshwright.planner.traffic import movements
+from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import place_run
+from meshwright.runs.settle import settle
 
 TINY = NemotronH(
     50, 32, 7, 4, vocab_multiple=16, kv_heads=2, pattern="M*MEME-", mlp=48, experts=4, expert_mlp=24,
@@ -98,3 +105,56 @@ def test_a_stack_of_several_kinds_in_any_order_is_refused() -> None:
 def test_a_layer_without_what_it_needs_is_refused(halves: Any, place: Any, message: str) -> None:
     with pytest.raises(mw.ConfigError, match=message):
         Block("blocks", *halves, NORM, place)
+
+
+@pytest.mark.parametrize(
+    ("fields", "truth", "fix"),
+    [
+        ({"pattern": "MXM"}, "at least one letter, of M", "--model.pattern 'MM'"),
+        ({"pattern": "me"}, "at least one letter, of M", "--model.pattern 'ME'"),
+        ({"pattern": "M\n"}, "at least one letter, of M", "--model.pattern 'M'"),
+        ({"pattern": ""}, "at least one letter, of M", "--model.pattern 'ME*-'"),
+        ({"layers": 3}, "none is left out", "--model.layers 7, or --model.pattern 'M*M'"),
+    ],
+)
+def test_a_pattern_that_is_not_computed_is_refused(
+    fields: dict[str, Any], truth: str, fix: str
+) -> None:
+    with command_line(), pytest.raises(mw.ConfigError) as refused:
+        dataclasses.replace(TINY, **fields).spec()
+    assert truth in refused.value.truth
+    assert refused.value.fix == fix
+
+
+def test_a_pattern_may_begin_with_a_feed_forward() -> None:
+    """On the command line too, where a word with a dash is an option."""
+    for words in (["--model.pattern", "-M"], ["--model.pattern=-M"]):
+        options: Any = parse_verb("show", ["nemotron-h-8b", *words, "--model.layers", "2"])
+        assert options.run.model.kinds == "-M"
+
+
+def test_the_fix_of_one_layer_of_kimi_linear_is_a_model() -> None:
+    with command_line(), pytest.raises(mw.ConfigError) as refused:
+        KimiLinear(layers=1).spec()
+    assert refused.value.fix == "--model.layers 2 --model.full-attention-interval 2"
+    assert len(KimiLinear(layers=2, full_attention_interval=2).spec().layers) == 2
+
+
+def test_layers_with_experts_are_counted_in_all_stacks() -> None:
+    placed = place_run(tiny_run(KimiLinear(50, 32, 8, 4, dense_layers=1), "expert=2"))
+    assert {layer.stack for layer in placed.layout.spec.layers if layer.experts} == {
+        "blocks", "linear_blocks",
+    }  # fmt: skip
+    assert work_of(placed).expert_layers == pytest.approx(7)
+
+
+def test_a_half_moves_as_much_over_tensor_whichever_it_is() -> None:
+    moved = []
+    for pattern in ("M*", "M-"):
+        model = dataclasses.replace(TINY, pattern=pattern, layers=2)
+        settled = settle(place_run(tiny_run(model, "tensor=2")), Machine("cuda"))
+        traffic = movements(settled, work_of(settled), recomputed_roles("none"))
+        moved.append([m for m in traffic if m.purpose == "sequence gathered"])
+    assert moved[0] == moved[1]
+    halves, unembedding = 2, 1
+    assert [m.times for m in moved[0]] == [halves + unembedding]

@@ -30,7 +30,7 @@ from meshwright.monitoring.host import process_memory
 from meshwright.monitoring.processes import keeping_processes
 from meshwright.signs import WORK, Phases, waiting
 from meshwright.views import run_page
-from meshwright.views.run_folder import RunFolder
+from meshwright.views.run_folder import RunFolder, open_folders
 from meshwright.views.run_hosts import host_blocks, memory_blocks
 
 
@@ -163,6 +163,15 @@ def test_an_axis_is_offered_only_where_every_run_has_it(tmp_path: Path) -> None:
     (second / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     [choice] = [block for block in blocks_of(page_of(first, second)) if "scales" in block]
     assert list(choice["scales"]) == ["hours"]
+
+
+def test_runs_in_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / run / "out") for run in ("first", "second")]
+    page = run_page.run_page(open_folders(paths)).to_json()
+    [choice] = [block for block in blocks_of(page) if "scales" in block]
+    assert list(choice["scales"]["hours"]) == [str(path) for path in paths]
+    text = json.dumps(page["sections"][0])
+    assert all(str(path) in text for path in paths)
 
 
 def test_norms_per_layer_are_those_of_all_tensors_of_a_layer(tmp_path: Path) -> None:

@@ -666,6 +666,35 @@ def test_nothing_is_read_by_guess(row: str, folders: Any, tmp_path: Path) -> Non
     assert fix in refused.value.fix
 
 
+@pytest.mark.parametrize(
+    ("changes", "truth"),
+    [
+        ({"gate_lower_bound": -5.0}, "has gate_lower_bound, which Meshwright does not compute"),
+        ({"kda_layers": [1, 2, 3]}, "kda_layers has [1, 2, 3]"),
+        ({"kda_layers": None}, "kda_layers has []"),
+    ],
+)
+def test_linear_attention_of_kimi_is_not_read_by_guess(
+    changes: dict[str, Any], truth: str, folders: Any, tmp_path: Path
+) -> None:
+    config = json.loads((folders("kimi-linear") / "config.json").read_text())
+    file, linear = tmp_path / "config.json", {"full_attn_layers": [3], "kda_layers": [1, 2]}
+    file.write_text(json.dumps({**config, "linear_attn_config": linear}))
+    read_model(f"hf:{tmp_path}")
+    file.write_text(json.dumps({**config, "linear_attn_config": {**linear, **changes}}))
+    with pytest.raises(mw.WeightsError) as refused:
+        read_model(f"hf:{tmp_path}")
+    assert truth in refused.value.truth
+
+
+def test_a_zero_under_a_second_name_is_read(folders: Any, tmp_path: Path) -> None:
+    config = json.loads((folders("kimi-linear") / "config.json").read_text())
+    del config["num_shared_experts"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "n_shared_experts": 0}))
+    model: Any = read_model(f"hf:{tmp_path}").model
+    assert model.shared_experts == 0
+
+
 EFFECTS = read("changed-fields")[0]["rows"] | read("newer-changed-fields")[0]["rows"]
 
 

@@ -389,5 +389,8 @@ def _gather(
         if option.numbers is not None:
             several = len(values) if option.several else 1
             check_words(option.names[0], values[:several], option.numbers, option.default)
+        if option.numbers is None and len(values) == 1 and values[0].startswith("-"):
+            words += [f"{option.names[0]}={values[0]}"]  # alone it would be an option
+            continue
         words += [option.names[0], *values]
     return words, given

@@ -1762,6 +1762,13 @@ _QWEN3_5_NAMES = {
 
 # Kimi Linear. The published files state linear attention in `linear_attn_config`, with layers numbered from 1.
 _LINEAR_CONFIG = "linear_attn_config"
+_LINEAR_LAYERS = ("full_attn_layers", "kda_layers")
+_LINEAR_SIZES = {
+    "linear_heads": ("num_heads", "linear_num_heads", 32),
+    "linear_head_size": ("head_dim", "linear_head_dim", 128),
+    "convolution_taps": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+}
+"""Field of the model -> its name there, its name in configurations of `transformers` 5, and its default."""
 
 
 def _full_layers_of_kimi(layers: int, interval: int) -> list[int]:
@@ -1769,9 +1776,30 @@ def _full_layers_of_kimi(layers: int, interval: int) -> list[int]:
     return [n for n in range(1, layers + 1) if n % interval == 0 or n == layers]
 
 
+def _read_linear_config(fields: Fields) -> Mapping[str, Any]:
+    """Returns `linear_attn_config`. Raises WeightsError for a field that is not known, or a layer in no list or two."""
+    stated = fields.mapping(_LINEAR_CONFIG)
+    known = {*_LINEAR_LAYERS, *(name for name, _, _ in _LINEAR_SIZES.values())}
+    unknown = sorted(stated.keys() - known)
+    if unknown:
+        raise fields.error(
+            f"its {_LINEAR_CONFIG} has {', '.join(unknown)}, which Meshwright does not compute: "
+            "what the model computes may depend on it",
+            f"a {_LINEAR_CONFIG} of {', '.join(sorted(known))}",
+        )
+    full, linear = (stated.get(name, []) for name in _LINEAR_LAYERS)
+    layers = fields.get("num_hidden_layers")
+    if (full or linear) and sorted([*full, *linear]) != list(range(1, layers + 1)):
+        raise fields.error(
+            f"of {layers} layers full_attn_layers has {full}, and kda_layers has {linear}",
+            f"a {_LINEAR_CONFIG} that has each layer from 1 to {layers} in one of the two",
+        )
+    return stated
+
+
 def _read_kimi_layers(fields: Fields) -> dict[str, Any]:
     layers = fields.get("num_hidden_layers")
-    of_config = fields.mapping(_LINEAR_CONFIG).get("full_attn_layers")
+    of_config = _read_linear_config(fields).get("full_attn_layers")
     # `transformers` takes these where a configuration names no layers.
     usual = of_config or list(range(5, layers + 1, 4))
     kinds = fields.get(
@@ -1801,11 +1829,8 @@ def _read_kimi_dense(fields: Fields) -> dict[str, Any]:
 def _read_kimi_sizes(fields: Fields) -> dict[str, Any]:
     stated = fields.mapping(_LINEAR_CONFIG)
     return {
-        "linear_heads": stated.get("num_heads", fields.get("linear_num_heads", 32)),
-        "linear_head_size": stated.get("head_dim", fields.get("linear_head_dim", 128)),
-        "convolution_taps": stated.get(
-            "short_conv_kernel_size", fields.get("linear_conv_kernel_dim", 4)
-        ),
+        field: stated.get(name, fields.get(newer, default))
+        for field, (name, newer, default) in _LINEAR_SIZES.items()
     }
 
 
@@ -1814,9 +1839,7 @@ def _write_kimi_linear(c: Any) -> dict[str, Any]:
     linear = {
         "full_attn_layers": full,
         "kda_layers": [n for n in range(1, c.layers + 1) if n not in full],
-        "num_heads": c.linear_heads,
-        "head_dim": c.linear_head_size,
-        "short_conv_kernel_size": c.convolution_taps,
+        **{name: getattr(c, field) for field, (name, _, _) in _LINEAR_SIZES.items()},
     }
     return {_LINEAR_CONFIG: linear, "first_k_dense_replace": c.dense_layers}
 

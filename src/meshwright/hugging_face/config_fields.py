@@ -234,9 +234,8 @@ class Fields:
     def first(self, *names: str, default: Any = REQUIRED) -> Any:
         """Returns the first of several fields that is there: names of different versions of `transformers`."""
         self._read.update(names)
-        return next(
-            (self.config[n] for n in names if self.config.get(n) is not None), None
-        ) or self.get(names[0], default)
+        found = next((name for name in names if self.config.get(name) is not None), names[0])
+        return self.get(found, default)
 
     def require(self, name: str, *allowed: Any) -> None:
         """Raises WeightsError unless a field has one of the values that the family computes, or is missing."""

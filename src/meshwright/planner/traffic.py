@@ -163,8 +163,8 @@ class Traffic:
                 )
             ]
         roles = {matmul.role for matmul in work.matmuls}
-        pairs = max(1, len(roles & {"attention_out", "ffn_out"}))
-        all_halves = pairs / 2 * work.halves * self.microbatches
+        most = max(1, len(roles & {"attention_out", "ffn_out"}))  # halves of a layer
+        all_halves = min(most * work.layers, work.halves) * self.microbatches
         # Routed experts that `tensor` splits gather nothing over it.
         halves = all_halves - work.ungathered_layers * self.microbatches
         halves += work.twice_gathered_layers * self.microbatches

@@ -180,7 +180,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         expert_tokens=routed,
         expert_rows=max(rows.values(), default=0.0),
         expert_hidden=max(_hidden_elements(expert_weights, rows, tokens).values(), default=0.0),
-        expert_layers=max((weight.layers for weight in expert_weights), default=0.0),
+        expert_layers=sum({weight.stack: weight.layers for weight in expert_weights}.values()),
         ungathered_layers=fraction * _ungathered_layers(layout, weights),
         twice_gathered_layers=fraction * _twice_gathered_layers(layout),
         recurrence_inner=_recurrence_inner(layout, seq),

@@ -292,6 +292,10 @@ class Settled(PlacedRun):
                 "its backward pass computes the gradients of all weights, and under adapters "
                 "they are frozen"
             )
+        if self.layout.spec.runs:
+            return (
+                "it gathers for the next layer of one kind, and the model's kinds are in any order"
+            )
         if period > 1:
             return (
                 f"it gathers for the next layer of one kind, and the model's layers repeat "
@@ -451,14 +455,17 @@ class Settled(PlacedRun):
         truth = "a step that is computed twice would differ without a fault"
         if self.run.training.deterministic:
             asked = "--training.deterministic"
+            off = "no --training.deterministic"
         elif faults.check_every:
             asked = f"--faults.check-every {faults.check_every}"
+            off = "--faults.check-every 0"
         elif faults.check_replicas:
             asked = f"--faults.check-replicas {faults.check_replicas}"
+            off = "--faults.check-replicas 0"
             truth = "replicas may differ without a fault"
         else:
             return
-        fix = "neither of the two, or another platform"
+        fix = f"{off}, or another platform"
         if keeps.compiler_options:
             fix = "--training.deterministic"
         raise ConfigError(

@@ -331,7 +331,10 @@ def objects(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def open_folders(paths: Iterable[Path]) -> list[RunFolder]:
-    """Opens output folders. Raises ConfigError for one that has neither a Run nor metrics."""
+    """Opens output folders, and names those by their paths that have one name.
+
+    Raises ConfigError for a folder that has neither a Run nor metrics.
+    """
     folders = []
     for path in paths:
         if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
@@ -345,6 +348,10 @@ def open_folders(paths: Iterable[Path]) -> list[RunFolder]:
             )
         folders.append(RunFolder(path))
         folders[-1].refresh()
+    counts = collections.Counter(folder.name for folder in folders)
+    for folder in folders:
+        if counts[folder.name] > 1:
+            folder.name = str(folder.folder)
     return folders
 
 

@@ -58,11 +58,17 @@ class KimiLinear(LatentWidths, DenseLayersFirst):
         interval = self.full_attention_interval
         refuse(
             (
+                self.layers < 2,
+                f"{self.layers} layer of which the last has full attention",
+                "at least one layer has full attention, and one linear attention",
+                "--model.layers 2 --model.full-attention-interval 2",
+            ),
+            (
                 not 2 <= interval <= self.layers,
                 f"{self.layers} layers of which every {interval}-th has full attention",
                 "at least one layer has full attention, and one linear attention",
-                f"--model.full-attention-interval {max(2, min(interval, self.layers))}",
-            )
+                f"--model.full-attention-interval {min(max(2, interval), self.layers)}",
+            ),
         )
         heads, size = self.linear_heads, self.linear_head_size
         delta = DeltaSpec(heads, 1, size, size, self.convolution_taps, decays=size, gate_rank=size)

@@ -5,17 +5,19 @@ same kind with a sigmoid router and a shared one.
 """
 
 import dataclasses
-from typing import Annotated, Any, Literal
-
-import msgspec
+from typing import Any, Literal
 
 from meshwright.config import MeshShape
+from meshwright.errors import refuse
 from meshwright.models.blocks.feed_forward import FeedForward
-from meshwright.models.decoder import Block, Decoder
+from meshwright.models.decoder import Block, Decoder, DecoderModel
 from meshwright.models.families.expert_fields import ChoiceOfExperts
 from meshwright.models.families.fields import StateSpace
 from meshwright.models.model import Model
 from meshwright.ranges import NonNegativeFloat, PositiveInt
+
+_KINDS = {"M": "a state space", "*": "attention", "-": "a feed-forward", "E": "experts"}
+"""Letter of a pattern -> what its layer has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class NemotronH(ChoiceOfExperts, StateSpace):
         ['mamba_blocks', 'expert_blocks', 'attention_blocks', 'dense_blocks']
     """
 
-    pattern: Annotated[str, msgspec.Meta(pattern="^[ME*-]+$")] = "ME*-"
+    pattern: str = "ME*-"
     """Kinds of the layers, repeated where there are more: M a state space, * attention, - a feed-forward, E experts
     (`hybrid_override_pattern` of the published configurations)."""
     mlp: PositiveInt = 384
@@ -51,6 +53,7 @@ class NemotronH(ChoiceOfExperts, StateSpace):
 
     def build(self) -> Decoder:
         """Returns the layers of the pattern."""
+        self._check_pattern()
         mamba = self.mamba(step_floor=self.mamba_step_floor)
         dense = FeedForward(self.width, self.mlp, self.out_std, "relu2")
         experts = self.routed(shared=self.shared_mlp, activation="relu2")
@@ -62,9 +65,30 @@ class NemotronH(ChoiceOfExperts, StateSpace):
         }
         return self.in_order([blocks[kind] for kind in self.kinds])
 
+    def _check_pattern(self) -> None:
+        """Raises ConfigError for a pattern with other letters, or with more of them than there are layers."""
+        kinds = ", ".join(f"{letter} ({half})" for letter, half in _KINDS.items())
+        known = "".join(letter for letter in self.pattern.upper() if letter in _KINDS)
+        letters = len(self.pattern)
+        refuse(
+            (
+                not self.pattern or not set(self.pattern) <= set(_KINDS),
+                f"layers of the pattern {self.pattern!r}",
+                f"a pattern has at least one letter, of {kinds}",
+                f"--model.pattern '{known or 'ME*-'}'",
+            ),
+            (
+                letters > self.layers,
+                f"{self.layers} layers of a pattern of {letters}",
+                "each letter is a layer, and none is left out",
+                f"--model.layers {letters}, or --model.pattern '{self.pattern[: self.layers]}'",
+            ),
+        )
+
     def shrunk(self, shape: MeshShape, layers: int) -> Model:
         """Returns a small model that has each kind of layers `layers` times."""
-        small: Any = super().shrunk(shape, 1)
         pattern = "".join(dict.fromkeys(self.kinds))
+        one_layer = dataclasses.replace(self, pattern=pattern[0], layers=1)
+        small: Any = DecoderModel.shrunk(one_layer, shape, 1)
         changed: Model = dataclasses.replace(small, pattern=pattern, layers=layers * len(pattern))
         return changed
