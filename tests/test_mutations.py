@@ -589,6 +589,7 @@ NOT_FROM_ELSEWHERE = {
     "trainer/tokens_of_weights.py:_description": "a tokenizer that has been read already",
     "trainer/hosts.py:_read": "what another process of the run sent",
     "monitoring/watch.py:gather": "what another process of the run sent",
+    "monitoring/processes.py:_gather": "what another process of the run sent",
     "trust.py:_checkout_of": "what pip wrote when it installed a package",
 }
 """Function that reads a text which no stranger wrote, and whose it is."""
