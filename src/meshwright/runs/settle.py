@@ -428,6 +428,12 @@ class Settled(PlacedRun):
         options |= compiler_options_of(self.machine.listed, self.run.training.compiler_options)
         return {} if self.machine.simulated else options
 
+    @property
+    def sends_by_nccl(self) -> bool:
+        """Whether rows of experts between GPU nodes travel by NCCL's sends, which XLA calls unsupported."""
+        decomposer, _ = _SENT_BETWEEN_NODES
+        return self.compiler_options.get(decomposer) == "False"
+
     @functools.cached_property
     def summed_in_backward(self) -> Tree:
         """Tree of the batch axes over which the backward pass sums a gradient, layer by layer.
