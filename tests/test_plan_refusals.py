@@ -109,3 +109,9 @@ def test_the_batch_that_is_advised_is_the_nearest_with_a_plan(batch: int) -> Non
         if size > 0:
             assert not search(run_with("tiny", batch=size), parse_target("h100:16")).plans, size
     assert search(run_with("tiny", batch=advised), parse_target("h100:16")).plans
+
+
+def test_a_batch_that_no_mesh_divides_has_its_arithmetic() -> None:
+    error = refusal(run_with("tiny", batch=16), "gb200:1x7")
+    assert "16 = 2 * 7 + 2, so a factor of 7 must be in stage, context or tensor" in str(error)
+    assert error.fix == "--batch 14"

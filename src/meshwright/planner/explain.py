@@ -152,9 +152,11 @@ def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
         everywhere = refusal_of_one_device(run)
         if everywhere is not None:
             return everywhere
+        batch = batch_note(run, target)
+        reasons = [_first_reason(result)] if batch is None else [batch, _first_reason(result)]
         return ConfigError(
             f"{run.name} on {target}",
-            f"every mesh of {target.devices} devices is refused: {_first_reason(result)}",
+            f"every mesh of {target.devices} devices is refused: {'; '.join(reasons)}",
             _batch_that_is_planned(run, target) or "another number of devices",
         )
     smallest = result.too_large[:3]
