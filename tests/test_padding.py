@@ -29,6 +29,7 @@ from meshwright.models.families.deepseek_sparse import DeepseekSparse
 from meshwright.models.families.granite import GraniteMoe
 from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.hunyuan import Hunyuan
+from meshwright.models.families.kimi_linear import KimiLinear
 from meshwright.models.families.ministral3 import Ministral3
 from meshwright.models.families.mistral4 import Mistral4
 from meshwright.models.families.nemotron_h import NemotronH
@@ -59,7 +60,9 @@ FAMILIES = {
     "arcee": Arcee(VOCAB, width=64, heads=4, kv_heads=4),
     "cohere": Cohere(VOCAB, width=64, heads=4, kv_heads=4),
     "cohere2": Cohere2(VOCAB, width=64, heads=4, kv_heads=4),
-    "kimi-linear": "kimi-linear-48b-a3b",
+    "kimi-linear": KimiLinear(
+        VOCAB, experts=8, width=64, heads=4, layers=2, full_attention_interval=2, expert_mlp=32
+    ),
     "ministral3": Ministral3(VOCAB, width=64, heads=4, kv_heads=4, temperature_floor=2),
     "mistral4": Mistral4(VOCAB, experts=8, width=64, heads=4, expert_mlp=32, temperature_floor=2),
     "olmo3": "olmo3-7b",

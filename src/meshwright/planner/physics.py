@@ -96,9 +96,10 @@ class Physics:
     compiled programs (docs/log.md)."""
 
     communication_multiprocessors: int = 20
-    """Multiprocessors of a GPU that collectives take from the computation beside them: DeepSeek-V3 gives 20 of an H800's
-    132 to its exchange (arXiv:2412.19437, section 3.2.1). Counted where overlap is that of compiled schedules
-    (`Settled.scheduled_by_price`), in which nothing slows; overlap that is fitted to measured steps has it in itself."""
+    """Multiprocessors of a GPU that collectives take from the computation beside them, a fraction of the chip's: DeepSeek-V3
+    gives 20 of an H800's 132 to its exchange (arXiv:2412.19437, section 3.2.1). Counted where overlap is that of compiled
+    schedules (`Settled.scheduled_by_price`), in which nothing slows; overlap that is fitted to measured steps has it in
+    itself."""
 
 
 PHYSICS = Physics()
