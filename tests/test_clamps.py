@@ -164,6 +164,11 @@ JUDGED: dict[tuple[str, str], str] = {
         "max(0.0, overlap)",
     ): "an end whose planned seconds are not those measured is refused with both",
     ("src/meshwright/trainer/heartbeat.py", "max(0.0, now - status.st_mtime)"): AGE,
+    ("src/meshwright/views/run_hosts.py", "max(0.0, now - at)"): AGE,
+    (
+        "src/meshwright/trainer/opening.py",
+        "max(0, len(sources) - _MOST_SOURCES)",
+    ): "how many sources are not named, which is none where all are",
     ("src/meshwright/views/run_status.py", "max(0.0, now - at)"): AGE,
     ("src/meshwright/views/run_status.py", "max(0.0, now - written)"): AGE,
     (
