@@ -574,7 +574,7 @@ def test_rows_between_gpu_nodes_are_sent_as_they_are_written(
     settled = _settled_moe(target, mesh, words)
     found = {name: settled.compiler_options.get(name) for name in _EXCHANGE_OPTIONS}
     assert {name: value for name, value in found.items() if value is not None} == options
-    assert settled.sends_by_nccl == (options == _EXCHANGE_OPTIONS)
+    assert (settled.sends_note is not None) == (options == _EXCHANGE_OPTIONS)
 
 
 def _settled_moe(

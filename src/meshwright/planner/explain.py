@@ -8,6 +8,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import format_bytes, format_step
 from meshwright.hardware.chips import Torus
+from meshwright.hardware.interconnect import machine_of_target
 from meshwright.hardware.targets import Target, slices_by_chips
 from meshwright.planner.search import (
     Plan,
@@ -19,6 +20,7 @@ from meshwright.planner.search import (
 )
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
+from meshwright.runs.settle import settle
 from meshwright.words import AXES
 
 STEP_PARTS = {
@@ -293,6 +295,14 @@ def exchange_note(result: SearchResult) -> str | None:
     return f"layouts are refused on {len(reasons)} of the meshes, as this one: {_in_a_line(reasons[0])}"
 
 
+def sends_note(result: SearchResult) -> str | None:
+    """States what the first plan's exchange between GPU nodes relies on."""
+    if not result.plans:
+        return None
+    best = result.plans[0]
+    return settle(best.placed, machine_of_target(result.target, best.mesh)).sends_note
+
+
 def fewer_are_faster(plans: Sequence[Plan]) -> list[str]:
     """States which plans are slower than another of fewer devices of the same chip, for the same tokens per step."""
     found = []
@@ -373,6 +383,7 @@ def notes(run: Run, result: SearchResult) -> list[str]:
         compare_batches(run, target, result),
         sharding_note(result),
         exchange_note(result),
+        sends_note(result),
         smaller_machine_note(run, result),
         result.plans[0].record_note if result.plans else None,
     ]

@@ -429,10 +429,16 @@ class Settled(PlacedRun):
         return {} if self.machine.simulated else options
 
     @property
-    def sends_by_nccl(self) -> bool:
-        """Whether rows of experts between GPU nodes travel by NCCL's sends, which XLA calls unsupported."""
+    def sends_note(self) -> str | None:
+        """Sentence for rows of experts that travel between GPU nodes by NCCL's sends, which XLA calls unsupported."""
         decomposer, _ = _SENT_BETWEEN_NODES
-        return self.compiler_options.get(decomposer) == "False"
+        if self.compiler_options.get(decomposer) != "False":
+            return None
+        return (
+            "rows of experts travel between nodes by NCCL's sends, which have not run on two nodes here and hung for "
+            "others (docs: Parallelism); XLA's own way sends more: "
+            f"--training.compiler-options auto {decomposer}=True"
+        )
 
     @functools.cached_property
     def summed_in_backward(self) -> Tree:

@@ -73,7 +73,8 @@ def _prompt_of(data: Data, tokenizer: Tokenizer) -> str:
 
     The line break of runs that name no prompt is left out where the text has none: the sample then begins a text.
     """
-    if isinstance(tokenizer, Chars) and data.prompt == Data().prompt not in tokenizer.letters:
+    names_none = data.prompt == Data().prompt
+    if isinstance(tokenizer, Chars) and names_none and data.prompt not in tokenizer.letters:
         return ""
     return data.prompt
 

@@ -116,13 +116,6 @@ def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
     print_blocks(console, title, "", [Table.of(param_rows(device_run), _PLACEMENT)])
 
 
-_NCCL_SENDS = (
-    "rows of experts by NCCL's sends, which have not run on two nodes here and hung for others "
-    "(docs: Parallelism); XLA's own way sends more: --training.compiler-options auto "
-    "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer=True"
-)
-
-
 def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
     """Returns what was chosen for this machine: remat policy, overlap, compiler options."""
     chosen = choices_to_json(device_run)
@@ -130,8 +123,8 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
     if chosen["expert_nodes"] > 1:
         facts += _exchange_facts(device_run, chosen)
     facts.append(("bits", chosen["bits"]))
-    if device_run.sends_by_nccl:
-        facts.append(("between nodes", _NCCL_SENDS))
+    if device_run.sends_note is not None:
+        facts.append(("between nodes", device_run.sends_note))
     refused = chosen["refused_compiler_options"]
     if refused:
         facts.append(("left out", f"{', '.join(refused)}: unknown to the installed compiler"))
