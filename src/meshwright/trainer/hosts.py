@@ -572,7 +572,7 @@ class _Watch:
         step, phase, _ = self.phases.now
         whole = signs.whole()
         if whole is None:
-            alarms.tell(alarms.FAILED, found, error=HostError.__name__)
+            alarms.tell(alarms.FAILED, found, fix=again, error=HostError.__name__)
         error = HostError(
             f"training on {self.processes} hosts, seen by process {self.process} in phase "
             f"{phase}, step {step}",
@@ -588,6 +588,7 @@ class _Watch:
             last_words.say(text.rstrip("\n"))
             sender.join(_GRACE)
             time.sleep(min(_GRACE, 2.5 * self.period))  # in which the others read it
+            alarms.finish()
             text = ""
         last_words.leave(code, text)
 
