@@ -187,7 +187,8 @@ class Alarms:
         finally:
             _running.remove(self)
             self._stopped.set()
-            self.finish()
+            with contextlib.suppress(RuntimeError):
+                self.finish()
 
     def finish(self) -> None:
         """Waits a few seconds until the alarms are taken, and says which are not."""
@@ -199,8 +200,7 @@ class Alarms:
         late = [sender.kind for sender in senders if not sender.ends(until)]
         if late:
             kinds = ", ".join(map(repr, late))
-            with contextlib.suppress(RuntimeError):
-                last_words.say(f"alarm {kinds}: the last was not taken within {_LAST:g} s")
+            last_words.say(f"alarm {kinds}: the last was not taken within {_LAST:g} s")
 
     @contextlib.contextmanager
     def watching(self, phases: Phases, record: Callable[..., None]) -> Iterator[None]:
