@@ -58,7 +58,7 @@ class AlarmOptions(Ranged, part="alarm"):
     """Command and webhook that get the alarms of a run. Both get a JSON document (docs/faults.md#alarms)."""
 
     command: str = ""
-    """Command that is run for each alarm, with the document on its standard input. It is not run by a shell."""
+    """Command that is run for each alarm, with the document as a line on its standard input. It is not run by a shell."""
     webhook: str = ""
     """URL of yours to which the document is posted."""
     step_age: NonNegativeFloat = 0.0
@@ -308,7 +308,7 @@ def _start(command: str, document: bytes) -> Callable[[], str]:
     """
     try:
         with tempfile.TemporaryFile() as given, contextlib.ExitStack() as stack:
-            given.write(document)
+            given.write(document + b"\n")
             given.seek(0)
             errors = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
