@@ -472,7 +472,9 @@ class _Watch:
             if self.stopped.wait(self.period):
                 return
             hashlib.sha256(_WORK).digest()
-            if self.phases.now[1] in _IN_STEPS:  # a compilation has all processors, and nobody waits
+            if (
+                self.phases.now[1] in _IN_STEPS
+            ):  # a compilation has all processors, and nobody waits
                 self.delays.append(time.monotonic() - due)
 
     def _sign(self) -> None:
