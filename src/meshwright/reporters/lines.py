@@ -65,7 +65,10 @@ def open_lines(file: Path) -> Lines:
 
 
 class LocalLines:
-    """File of lines on a disk. A last line that was cut off is ended, so that the next is a line of its own."""
+    """File of lines on a disk.
+
+    A last line that was cut off is ended, so that the next is a line of its own.
+    """
 
     def __init__(self, file: Path):
         self.name = str(file)

@@ -4,8 +4,9 @@
     failure, verdict of hosts -+--> Alarms ---+--> thread "alarms: failed"  ---> command, webhook
     step and phase, each second+              +--> ...
 
-The training never waits for it, and no kind waits for the hook of another. A step that does not come is seen by a thread of process 0, whatever its main thread
-hangs in; a process that was stopped or killed is seen by its supervisor (`launching.supervise`).
+The training never waits for it, and no kind waits for the hook of another. A step that does not
+come is seen by a thread of process 0, whatever its main thread hangs in; a process that was stopped
+or killed is seen by its supervisor (`launching.supervise`).
 """
 
 import collections
@@ -45,8 +46,8 @@ _EVENTS = ("machine", "first tensor", "replica", "roll back")
 _PERIOD = 1.0
 """Seconds between two looks at the step."""
 _EXPECTED, _SHORTEST, _UNKNOWN = 20.0, 60.0, 1800.0
-"""Medians of a step after which it is missed, and seconds that it is given in any case; seconds for what has no median:
-the first steps, compiling, saving."""
+"""Medians of a step after which it is missed, and seconds that it is given in any case; seconds for
+what has no median: the first steps, compiling, saving."""
 _COMMAND_LIMIT, _WEBHOOK_LIMIT = 30.0, 10.0
 """Seconds after which a command is killed, and a webhook given up."""
 _LAST = 5.0
@@ -55,18 +56,20 @@ _LAST = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlarmOptions(Ranged, part="alarm"):
-    """Command and webhook that get the alarms of a run. Both get a JSON document (docs/faults.md#alarms)."""
+    """Command and webhook that get the alarms of a run. Both get a JSON document
+    (docs/faults.md#alarms)."""
 
     command: str = ""
-    """Command that is run for each alarm, with the document as a line on its standard input. It is not run by a shell."""
+    """Command that is run for each alarm, with the document as a line on its standard input.
+    It is not run by a shell."""
     webhook: str = ""
     """URL of yours to which the document is posted."""
     step_age: NonNegativeFloat = 0.0
-    """Seconds without a step that are an alarm; 0: 20 times the median of the steps, at least a minute. One
-    compilation, save, restore or evaluation has half an hour."""
+    """Seconds without a step that are an alarm; 0: 20 times the median of the steps, at least a
+    minute. One compilation, save, restore or evaluation has half an hour."""
     every: Seconds = 600.0
-    """Seconds in which no second alarm of the same kind is sent: the next one has the number of those that
-    were suppressed."""
+    """Seconds in which no second alarm of the same kind is sent: the next one has the number of
+    those that were suppressed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,7 +176,10 @@ class Alarms:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Takes the alarms of this process while the context is open; waits a few seconds for the last."""
+        """Takes the alarms of this process while the context is open.
+
+        Waits a few seconds for the last.
+        """
         _running.append(self)
         try:
             yield
@@ -367,7 +373,8 @@ class StepWatch:
         self._told = False
 
     def look(self, phases: Phases, now: float) -> dict[str, Any] | None:
-        """Returns what is known of a step that does not come, once; None else. now: of `time.monotonic`."""
+        """Returns what is known of a step that does not come, once; None else.
+        now: of `time.monotonic`."""
         step, phase, since = phases.place
         if self._began is None or step != self._step:
             if self._began is not None and step > self._step and not self._told:
