@@ -197,7 +197,7 @@ class Alarms:
                 self.finish()
 
     def finish(self) -> None:
-        """Waits a few seconds until the alarms are taken, and says which are not."""
+        """Waits a few seconds until the alarms are taken, and prints which are not."""
         until = time.monotonic() + _LAST
         with self._lock:
             senders = list(self._senders.values())
@@ -282,7 +282,7 @@ def tell(kind: str, text: str, **values: Any) -> None:
 
 
 def finish() -> None:
-    """Waits a few seconds for the last alarms of this process, where a run sends any: its end is near."""
+    """Waits a few seconds for the last alarms of this process, which is about to end."""
     if _running:
         _running[-1].finish()
 

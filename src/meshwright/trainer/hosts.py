@@ -472,7 +472,7 @@ class _Watch:
             if self.stopped.wait(self.period):
                 return
             hashlib.sha256(_WORK).digest()
-            # A compilation has all processors, and nobody waits for it.
+            # A compilation keeps all processors busy, and no other host waits for it.
             if self.phases.now[1] in _IN_STEPS:
                 self.delays.append(time.monotonic() - due)
 
