@@ -176,7 +176,8 @@ class PlanOptions(OfferOptions, RunOptions):
 
     @classmethod
     def base(cls, args: Sequence[str]) -> Base:
-        """Returns the run of a recipe; with --measured the machine of the trace, and without a recipe its run."""
+        """Returns the run of a recipe;
+        with --measured the machine of the trace, and without a recipe its run."""
         folder = value_of(args, "--measured")
         if folder is None:
             return base_run(args)
@@ -500,7 +501,8 @@ def offer_json(offer: Offer) -> dict[str, Any]:
 
 
 def error_range_json(found: ErrorRange) -> dict[str, Any]:
-    """Returns the range of published over predicted time as JSON values, with the kinds at its ends."""
+    """Returns the range of published over predicted time as JSON values,
+    with the kinds at its ends."""
     return {"low": found.low, "high": found.high, **dataclasses.asdict(found)}
 
 

@@ -1,9 +1,10 @@
 """Model FLOPs and model-FLOP utilisation (MFU), defined once.
 
-A matmul of a weight with n elements costs 2 n FLOPs per token (scaling-book, transformers.md); attention costs 4 H N
-FLOPs for each position a token attends to. A training step costs three forward passes (one forward, two backward;
-Kaplan et al. 2020, arXiv:2001.08361, section 2.1), recomputation not counted. Model-FLOP utilisation is that over the
-bfloat16 peak of the chips (PaLM, arXiv:2204.02311, appendix B).
+A matmul of a weight with n elements costs 2 n FLOPs per token (scaling-book, transformers.md);
+attention costs 4 H N FLOPs for each position a token attends to. A training step costs three
+forward passes (one forward, two backward; Kaplan et al. 2020, arXiv:2001.08361, section 2.1),
+recomputation not counted. Model-FLOP utilisation is that over the bfloat16 peak of the chips (PaLM,
+arXiv:2204.02311, appendix B).
 """
 
 import collections
@@ -26,7 +27,8 @@ FORMULAS: dict[str, str] = {
     "projections": "2 n per token for a weight of n elements",
     "unembedding": "2 D V per token (scaling-book, transformers.md)",
 }
-"""Item of `forward_flops` -> its formula and source; letters as in words.py. Recurrences bring their own."""
+"""Item of `forward_flops` -> its formula and source; letters as in words.py.
+Recurrences bring their own."""
 ITEMS = {
     "qkv": "attention projections",
     "attention_out": "attention projections",
@@ -41,7 +43,8 @@ INDEXER_ITEMS = frozenset({"indexer projections", "indexer"})
 
 
 def formulas(spec: ModelSpec) -> dict[str, str]:
-    """Returns the items of a model's FLOPs in their order, each with its formula; recurrences follow attention."""
+    """Returns the items of a model's FLOPs in their order, each with its formula;
+    recurrences follow attention."""
     items = dict[str, str]()
     for item, formula in FORMULAS.items():
         items[item] = formula
@@ -57,7 +60,8 @@ def formula_of(item: str) -> str:
 
 
 def passes_of_step(model: Model, item: str, method: str = "full") -> float:
-    """Returns the FLOPs of an item of `forward_flops` in a training step over those of its forward pass.
+    """Returns the FLOPs of an item of `forward_flops` in a training step over those
+    of its forward pass.
 
         3   a gradient of both factors of a product
         2   a gradient of one: of frozen weights (`lora`) the input's, of an indexer's weights their own, as its input is
@@ -81,14 +85,16 @@ def passes_of_step(model: Model, item: str, method: str = "full") -> float:
 def training_flops_per_token(model: Model, seq: int, method: str = "full") -> float:
     """Returns the FLOPs of one training step per token, forward and backward.
 
-    method: of fine-tuning. Adapters of rank r add 3 r / width to the FLOPs of a matmul, which is not counted.
+    method: of fine-tuning. Adapters of rank r add 3 r / width to the FLOPs of a matmul,
+    which is not counted.
     """
     items = forward_flops(model, seq)
     return sum(passes_of_step(model, item, method) * flops for item, flops in items.items())
 
 
 def forward_flops(model: Model, seq: int) -> dict[str, float]:
-    """Returns the FLOPs of the forward pass of one token by item, averaged over a sequence of `seq` tokens.
+    """Returns the FLOPs of the forward pass of one token by item, averaged over a sequence
+    of `seq` tokens.
 
     A model that does not read text has them for one example.
     """

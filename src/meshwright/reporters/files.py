@@ -25,7 +25,8 @@ from meshwright.storage.removing import rename
 
 
 class JsonLines:
-    """Reporter that writes one JSON object per line: `{"step": 7, "time": 1796000000.0, "loss": 2.31, ...}`.
+    """Reporter that writes one JSON object per line: `{"step": 7, "time": 1796000000.0, "loss":
+    2.31, ...}`.
 
     `time` (Unix seconds) is that of writing. NaN and infinity become null.
     On a full disk the lines wait in memory until there is room; the next checkpoint then ends the

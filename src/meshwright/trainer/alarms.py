@@ -4,8 +4,9 @@
     failure, verdict of hosts -+--> Alarms --> queue --> thread "alarms: sender" --> command, webhook
     step and phase, each second+
 
-The training never waits for it. A step that does not come is seen by a thread of process 0, whatever its main thread
-hangs in; a process that was stopped or killed is seen by its supervisor (`launching.supervise`).
+The training never waits for it. A step that does not come is seen by a thread of process 0,
+whatever its main thread hangs in; a process that was stopped or killed is seen by its supervisor
+(`launching.supervise`).
 """
 
 import collections
@@ -44,8 +45,8 @@ _EVENTS = ("machine", "first tensor", "replica", "roll back")
 _PERIOD = 1.0
 """Seconds between two looks at the step."""
 _EXPECTED, _SHORTEST, _UNKNOWN = 20.0, 60.0, 1800.0
-"""Medians of a step after which it is missed, and seconds that it is given in any case; seconds for what has no median:
-the first steps, compiling, saving."""
+"""Medians of a step after which it is missed, and seconds that it is given in any case; seconds for
+what has no median: the first steps, compiling, saving."""
 _COMMAND_LIMIT, _WEBHOOK_LIMIT = 30.0, 10.0
 """Seconds after which a command is killed, and a webhook given up."""
 _LAST = 5.0
@@ -54,18 +55,20 @@ _LAST = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlarmOptions(Ranged, part="alarm"):
-    """Command and webhook that get the alarms of a run. Both get a JSON document (docs/faults.md#alarms)."""
+    """Command and webhook that get the alarms of a run. Both get a JSON document
+    (docs/faults.md#alarms)."""
 
     command: str = ""
-    """Command that is run for each alarm, with the document on its standard input. It is not run by a shell."""
+    """Command that is run for each alarm, with the document on its standard input.
+    It is not run by a shell."""
     webhook: str = ""
     """URL of yours to which the document is posted."""
     step_age: NonNegativeFloat = 0.0
-    """Seconds without a step that are an alarm; 0: 20 times the median of the steps, at least a minute. One
-    compilation, save, restore or evaluation has half an hour."""
+    """Seconds without a step that are an alarm; 0: 20 times the median of the steps, at least a
+    minute. One compilation, save, restore or evaluation has half an hour."""
     every: Seconds = 600.0
-    """Seconds in which no second alarm of the same kind is sent: the next one has the number of those that
-    were suppressed."""
+    """Seconds in which no second alarm of the same kind is sent: the next one has the number of
+    those that were suppressed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -256,7 +259,8 @@ def _send(options: AlarmOptions, document: bytes) -> dict[str, str]:
 
 
 def _run_command(command: str, document: bytes) -> str:
-    """Runs a command in a session of its own, which neither Ctrl-C nor our end reaches; returns its failure, or ""."""
+    """Runs a command in a session of its own, which neither Ctrl-C nor our end reaches;
+    returns its failure, or ""."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(document)
         given.seek(0)
@@ -309,7 +313,8 @@ class StepWatch:
         self._told = False
 
     def look(self, phases: Phases, now: float) -> dict[str, Any] | None:
-        """Returns what is known of a step that does not come, once; None else. now: of `time.monotonic`."""
+        """Returns what is known of a step that does not come, once; None else.
+        now: of `time.monotonic`."""
         step, phase, since = phases.place
         if self._began is None or step != self._step:
             if self._began is not None and step == self._step + 1 and not self._told:

@@ -284,9 +284,9 @@ def slow_work(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> dict[int, 
             continue
         place = f" ({sign.what})" if sign.what and sign.host == NOBODY else ""
         found[process] = (
-            f"process {process} ({sign.name}, pid {sign.pid}) takes {a_step:.2g} s of each step for "
-            f"itself{place}, {100 * share:.0f} % of the time, most other hosts {100 * median:.0f} %: "
-            "they wait for it in every step"
+            f"process {process} ({sign.name}, pid {sign.pid}) takes {a_step:.2g} s of each step "
+            f"for itself{place}, {100 * share:.0f} % of the time, most other hosts "
+            f"{100 * median:.0f} %: they wait for it in every step"
         )
     return found
 

@@ -1,4 +1,5 @@
-"""Llama and its relatives: Llama 1 to 3.x, Mistral, Qwen2, Qwen3, OLMo 2 (Touvron et al. 2023, arXiv:2302.13971).
+"""Llama and its relatives: Llama 1 to 3.x, Mistral, Qwen2, Qwen3, OLMo 2 (Touvron et al.
+2023, arXiv:2302.13971).
 
 One layer, model width D, N query heads and K key/value heads (GQA) of size H, SwiGLU of width F:
 
@@ -27,7 +28,8 @@ class Llama(Projections, ScaledRotary, TiedOrNot):
     mlp: PositiveInt = 384
     """Feed-forward width F."""
     mlp_bias: LEARNED = "none"
-    """Bias of the three projections of dense feed-forward layers (`mlp_bias` of Llama's configuration)."""
+    """Bias of the three projections of dense feed-forward layers (`mlp_bias`
+    of Llama's configuration)."""
 
     def build(self) -> Decoder:
         """Returns layers of one kind."""

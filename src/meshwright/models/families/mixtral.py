@@ -1,7 +1,9 @@
-"""Mixtures of experts: Mixtral (Jiang et al. 2024, arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388), and layers like
-DeepSeek-V3's (arXiv:2412.19437) with many small experts, shared experts, and dense layers first.
+"""Mixtures of experts: Mixtral (Jiang et al. 2024, arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388),
+and layers like DeepSeek-V3's (arXiv:2412.19437) with many small experts, shared experts, and dense
+layers first.
 
-One layer is Llama's with another second half. E experts of width F, of which a token uses k, and shared experts:
+One layer is Llama's with another second half.
+E experts of width F, of which a token uses k, and shared experts:
 
     h = sequence_all_gather(rms_norm(x));  x += sequence_reduce_scatter(sum_k weight_k expert_k(h) + shared(h))
 """

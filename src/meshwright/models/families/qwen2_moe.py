@@ -1,4 +1,5 @@
-"""Qwen2-MoE and Qwen1.5-MoE (arXiv:2407.10671): Mixtral's layers, with a shared expert whose output a sigmoid scales."""
+"""Qwen2-MoE and Qwen1.5-MoE (arXiv:2407.10671): Mixtral's layers,
+with a shared expert whose output a sigmoid scales."""
 
 import dataclasses
 
