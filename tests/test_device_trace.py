@@ -5,6 +5,7 @@ No trace of a chip is at hand: the planes are written here, over texts of progra
 
 import errno
 import json
+import os
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -267,8 +268,14 @@ def test_steps_that_become_slow_are_traced_once_an_hour(
             steps += 1
             return state, batch
 
+    # Traces of earlier starts, the newest written after this one by a clock that was set back.
+    for number in (1, 2, 9, 10):
+        write(planes_of_eight("GPU", 3), tmp_path / str(number))
+    (newest,) = (tmp_path / "10").rglob("*.xplane.pb")
+    os.utime(newest, (time.time() + 3600,) * 2)
+
     def stop_trace() -> None:
-        write(planes_of_eight("GPU", slow), tmp_path)
+        write(planes_of_eight("GPU", slow), tmp_path / "11")
         taken.append(steps)
 
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
@@ -290,6 +297,8 @@ def test_steps_that_become_slow_are_traced_once_an_hour(
         error += capfd.readouterr().err
         time.sleep(0.02)
     assert error.count("slow steps (") == 1 and said in error
+    run.stop()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "11", "9"]
 
 
 def write(planes: Sequence[str], folder: Path) -> None:

@@ -29,6 +29,7 @@ from meshwright.bench.slow_devices import (
 from meshwright.errors import reason_of
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
+from meshwright.storage.removing import remove_tree
 from meshwright.trainer import alarms
 from meshwright.trainer.loop import Trainable
 
@@ -40,6 +41,8 @@ and at least."""
 _TRACED = 2
 _PERIOD = 3600.0
 """Seconds between two traces."""
+_KEPT_TRACES = 3
+"""Last traces of a process that are kept: one of a GPU host takes hundreds of megabytes."""
 
 
 class SlowSteps:
@@ -74,7 +77,7 @@ class WatchedRun:
     def __init__(
         self, prepared: Trainable, folder: Path, clock: Callable[[], float] = time.perf_counter
     ):
-        """Begins without a history. folder: for the traces of this process."""
+        """Begins without a history. folder: for the traces of this process, each in a folder 1, 2, ..."""
         self._prepared = prepared
         self._folder = folder
         self._clock = clock
@@ -83,6 +86,8 @@ class WatchedRun:
         """Time at which the last step was begun; None where the time since then is no step's."""
         self._due_at = clock()
         """Time from which another trace may be taken."""
+        self._trace = folder
+        """Folder of the last trace."""
         self._untraced = 0
         """Steps that the present trace still takes."""
         self._reader: threading.Thread | None = None
@@ -117,7 +122,9 @@ class WatchedRun:
         jax.block_until_ready(state)
         self._due_at = self._clock() + _PERIOD
         try:
-            jax.profiler.start_trace(str(self._folder))
+            number = max(self._traces(), default=0) + 1
+            self._trace = self._folder / str(number)
+            jax.profiler.start_trace(str(self._trace))
         except (RuntimeError, OSError) as error:  # another trace of this process is under way
             last_words.say(f"slow steps: no trace was taken: {reason_of(error)}")
             return
@@ -141,11 +148,17 @@ class WatchedRun:
         try:
             self._read(program_text, times)
         except Exception as error:  # the run is not about its trace
-            last_words.say(f"slow steps ({times}): {self._folder} was not read: {reason_of(error)}")
+            last_words.say(f"slow steps ({times}): {self._trace} was not read: {reason_of(error)}")
+        for number in self._traces()[:-_KEPT_TRACES]:
+            remove_tree(self._folder / str(number), below=self._folder, ignore_errors=True)
+
+    def _traces(self) -> list[int]:
+        """Returns the numbers of the traces in the folder, also those of earlier starts, in order."""
+        return sorted(int(path.name) for path in self._folder.glob("*") if path.name.isdigit())
 
     def _read(self, program_text: Callable[[], str], times: str) -> None:
         """Reads the trace and names what it shows."""
-        trace = read_trace(self._folder, parse_module(program_text()))
+        trace = read_trace(self._trace, parse_module(program_text()))
         process = jax.process_index()
         devices = computations(trace, steps=_TRACED, process=process, host=socket.gethostname())
         comparable = devices_have_equal_work(self._prepared.device_run)
@@ -162,7 +175,7 @@ class WatchedRun:
             found = f"the trace of process {process} has {len(devices)} devices, too few to compare"
         elif not comparable:
             found = "stages have different work, so their devices are not compared"
-        last_words.say(f"slow steps ({times}): {found}; trace in {self._folder}")
+        last_words.say(f"slow steps ({times}): {found}; trace in {self._trace}")
 
     def stop(self) -> None:
         """Ends a trace where the run ends within it,
