@@ -17,7 +17,7 @@ from jax.profiler import ProfileData
 
 from meshwright.bench.device_trace import Event, Trace, device_time, read_trace
 from meshwright.bench.slow_devices import computations, name_slow_devices
-from meshwright.bench.slow_steps import WatchedRun
+from meshwright.bench.slow_steps import WatchedRun, remove_old_traces
 from meshwright.bench.step_profile import compare
 from meshwright.mesh_shape import MeshShape
 from xlacensus.hlo.parser import Module, parse_module
@@ -290,6 +290,17 @@ def test_steps_that_become_slow_are_traced_once_an_hour(
         error += capfd.readouterr().err
         time.sleep(0.02)
     assert error.count("slow steps (") == 1 and said in error
+
+
+def test_a_run_of_weeks_keeps_few_of_its_traces(tmp_path: Path) -> None:
+    removed = []
+    for hour in range(10, 16):
+        trace = tmp_path / "plugins" / "profile" / f"2026_11_29_{hour}_00_00"
+        trace.mkdir(parents=True)
+        (trace / "host.xplane.pb").write_bytes(b"a trace")
+        removed.append(remove_old_traces(tmp_path))
+    kept = sorted(folder.name[-8:-6] for folder in (tmp_path / "plugins" / "profile").iterdir())
+    assert kept == ["10", "13", "14", "15"] and removed == [0, 0, 0, 0, 1, 1]
 
 
 def write(planes: Sequence[str], folder: Path) -> None:

@@ -29,6 +29,7 @@ from meshwright.bench.slow_devices import (
 from meshwright.errors import reason_of
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
+from meshwright.storage.removing import remove_tree
 from meshwright.trainer import alarms
 from meshwright.trainer.loop import Trainable
 
@@ -40,6 +41,8 @@ and at least."""
 _TRACED = 2
 _PERIOD = 3600.0
 """Seconds between two traces."""
+_NEWEST = 3
+"""Traces that are kept besides the first, which has the change from the usual steps."""
 
 
 class SlowSteps:
@@ -162,7 +165,10 @@ class WatchedRun:
             found = f"the trace of process {process} has {len(devices)} devices, too few to compare"
         elif not comparable:
             found = "stages have different work, so their devices are not compared"
-        last_words.say(f"slow steps ({times}): {found}; trace in {self._folder}")
+        kept = f"trace in {self._folder}"
+        if remove_old_traces(self._folder):
+            kept += f", which keeps the first and the newest {_NEWEST}"
+        last_words.say(f"slow steps ({times}): {found}; {kept}")
 
     def stop(self) -> None:
         """Ends a trace where the run ends within it,
@@ -172,6 +178,19 @@ class WatchedRun:
             _stop_trace()
         if self._reader is not None:
             self._reader.join(10.0)
+
+
+def remove_old_traces(folder: Path) -> int:
+    """Removes the traces of a process but the first and the newest; returns how many it removed.
+
+    A run of weeks would fill its disk with a trace an hour, each of which was read and reported.
+    folder: that the profiler writes to, with a folder named by its time for each trace.
+    """
+    traces = sorted((folder / "plugins" / "profile").glob("*"))
+    removed = traces[1:-_NEWEST]
+    for trace in removed:
+        remove_tree(trace, below=folder, ignore_errors=True)
+    return len(removed)
 
 
 def _stop_trace() -> bool:
