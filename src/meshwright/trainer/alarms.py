@@ -1,8 +1,8 @@
 """Alarms of a run: a command or a webhook of the user's is called when something is wrong.
 
     events of the run ---------+
-    failure, verdict of hosts -+--> Alarms --> queue --> thread "alarms: sender" --> command, webhook
-    step and phase, each second+
+    failure, verdict of hosts -+--> Alarms --> queue --> thread "alarms: sender" --> command
+    step and phase, each second+                                                 --> webhook
 
 The training never waits for it. A step that does not come is seen by a thread of process 0,
 whatever its main thread hangs in; a process that was stopped or killed is seen by its supervisor
