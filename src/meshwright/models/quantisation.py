@@ -145,8 +145,8 @@ def check_precision(name: str, machine: Machine) -> None:
         having = [name for name, other in CHIPS.items() if is_faster(other, recipe)]
         raise ConfigError(
             f"--training.matmul-precision {name} on {chip.name}",
-            f"it has no flops_{recipe.rate} (hardware/chips.py): its compiler gains nothing from "
-            f"such operands; {', '.join(having)} have",
+            f"it has no flops_{recipe.rate}: its compiler gains nothing from such operands; "
+            f"{', '.join(having)} have",
             f"--training.matmul-precision {' or '.join((*fast, 'compute'))}",
         )
 

@@ -92,9 +92,12 @@ def read_prices(file: Path | None = None) -> tuple[Price, ...]:
             raise ConfigError(
                 where, f"usd_per_chip_hour is {row['usd_per_chip_hour']!r}", "a positive number"
             )
+        chip = row["chip"].strip()
+        if chip.lower() in CHIPS:  # as in --on
+            chip = chip.lower()
         prices.append(
             Price(
-                row["chip"],
+                chip,
                 row["provider"],
                 row["region"],
                 terms,
@@ -111,6 +114,26 @@ def cheapest(prices: Iterable[Price], chip: str, terms: PriceTerms) -> Price | N
     None without one."""
     found = (price for price in prices if (price.chip, price.terms) == (chip, terms))
     return min(found, key=lambda price: price.dollars, default=None)
+
+
+def require_price(asked: str, chips: Iterable[str], market: "Market") -> None:
+    """Raises ConfigError where none of the chips has a price on the terms of the market.
+
+    asked: what needs prices, `--budget 50k`.  chips: names as in `Target.name`.
+    """
+    names = list(dict.fromkeys(chips))
+    if any(cheapest(market.prices, name, market.terms) is not None for name in names):
+        return
+    listed = ", ".join(dict.fromkeys(price.chip for price in market.prices))
+    fix = f"--prices FILE with a row of the chip {names[0]}"
+    others = [price.terms for price in market.prices if price.chip in names]
+    if others:
+        fix = f"--terms {others[0]}, or {fix}"
+    raise ConfigError(
+        asked,
+        f"there is no {market.terms} price of {', '.join(names)}; the table has prices of {listed}",
+        fix,
+    )
 
 
 CHIP_HOURS_PER_FAILURE = float(round(54 * 24 * 16384 / 419))
@@ -389,7 +412,7 @@ def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | No
         return ConfigError(
             f"a training within {' and '.join(limits)}",
             f"there is no price for {', '.join(chips)}",
-            "--prices FILE with a row for the chip, or other --terms",
+            f"--prices FILE with a row of the chip {chips[0]}",
         )
 
     def excess(offer: Offer) -> float:

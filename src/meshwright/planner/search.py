@@ -17,7 +17,9 @@ from typing import Any, cast
 from meshwright.config import MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import Shown, format_bytes
+from meshwright.hardware.interconnect import machine_of_target
 from meshwright.hardware.targets import Target, parse_target
+from meshwright.models.quantisation import check_precision
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.compute import WithoutCopies
 from meshwright.planner.estimate import Estimate, StepModel, estimate, training_with, with_remat
@@ -422,6 +424,9 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     them. Raises ConfigError where one of them has another number of devices than the target.
     """
     check_sizes(run)
+    # Any mesh tells what the chip can multiply.
+    shape_of_chip = _across_slices(MeshShape(fsdp=target.devices), target) or MeshShape()
+    check_precision(run.training.matmul_precision, machine_of_target(target, shape_of_chip))
     for shape in include:
         check_size(shape, target)
     plans: list[Plan] = []
