@@ -1,6 +1,8 @@
-"""Price of a TPU attention kernel from its VLIW bundles: what the compiler schedules, times how often it runs.
+"""Price of a TPU attention kernel from its VLIW bundles: what the compiler schedules, times
+how often it runs.
 
-A Pallas kernel is a loop over a grid. Its body has the bundles of a step, and three parts that only some steps run:
+A Pallas kernel is a loop over a grid.
+Its body has the bundles of a step, and three parts that only some steps run:
 
     for each head, for each block of one operand (a row), for each block of the other:
         step                        every pair of blocks
@@ -11,8 +13,8 @@ A Pallas kernel is a loop over a grid. Its body has the bundles of a step, and t
     cycles = heads * (pairs * step + rows * (start + finish) + visible pairs * run)
     seconds = cycles / clock * STALLS
 
-A bundle is one cycle unless the core waits. `kernel_bundles.json` has the bundles of each part, read from libtpu's dump
-of its final bundles by bench/kernel_bundles.py.
+A bundle is one cycle unless the core waits. `kernel_bundles.json` has the bundles of each part,
+read from libtpu's dump of its final bundles by bench/kernel_bundles.py.
 """
 
 import dataclasses
@@ -26,8 +28,9 @@ from xlacensus.hlo.parser import Instruction
 
 BUNDLES_FILE = Path(__file__).with_name("kernel_bundles.json")
 STALLS = 1.1
-"""Measured seconds over those of the bundles: waits for HBM and for the first blocks. Median of five forward kernels
-that others timed alone on v6e, 1.04 to 1.14 (`python bench/kernel_bundles.py --check`)."""
+"""Measured seconds over those of the bundles: waits for HBM and for the first blocks. Median of
+five forward kernels that others timed alone on v6e, 1.04 to 1.14
+(`python bench/kernel_bundles.py --check`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,8 @@ class KernelBundles:
         return KernelBlocks(self.q, self.kv, self.kv_compute)
 
     def cycles(self, queries: int, keys: int, visible_pairs: float) -> float:
-        """Returns the cycles of one head. visible_pairs: pairs of blocks of which something is visible."""
+        """Returns the cycles of one head.
+        visible_pairs: pairs of blocks of which something is visible."""
         rows = queries // self.q
         columns = keys // self.kv
         pairs = rows * columns
@@ -87,7 +91,8 @@ def read_bundles() -> tuple[KernelBundles, ...]:
 def bundles_of(
     chip: str, kernel: str, head_size: int, segments: bool = True
 ) -> Iterable[KernelBundles]:
-    """Yields the kernels of a chip and a head size that are known, one for each choice of blocks."""
+    """Yields the kernels of a chip and a head size that are known, one
+    for each choice of blocks."""
     wanted = (chip, kernel, head_size, segments)
     for row in read_bundles():
         if (row.chip, row.kernel, row.head_size, row.segments) == wanted:
@@ -122,8 +127,9 @@ def causal_pairs(tokens: int, q: int, kv: int, window: int | None = None) -> int
 def pairs_of_fraction(fraction: float, rows: int, columns: int) -> float:
     """Returns the pairs of blocks that are visited where a fraction of all keys is visible.
 
-    The edge of a mask crosses a row of blocks; of each block that it cuts, half is hidden at the mean:
-    visited = visible + half a block for each row. Causal attention has n^2 / 2 + n / 2 of n^2 blocks.
+    The edge of a mask crosses a row of blocks; of each block that it cuts, half is hidden at the
+    mean: visited = visible + half a block for each row. Causal attention has n^2 / 2 + n / 2 of n^2
+    blocks.
     """
     if fraction >= 1:
         return float(rows * columns)

@@ -1,6 +1,8 @@
-"""Two steps of a run traced when its steps have become slow: which device of this host computes longer than the others.
+"""Two steps of a run traced when its steps have become slow: which device
+of this host computes longer than the others.
 
-seconds of a step   1.0 1.0 1.1 1.0 ... 1.0 | 1.4 1.3 1.4 ... ten steps | two traced | an hour without a trace
+seconds of a step   1.0 1.1 1.0 ... 1.0 | 1.4 1.3 1.4 ...  | traced     | an hour without
+                                        | ten steps        | two steps  | a trace
 """
 
 import collections
@@ -34,7 +36,8 @@ from meshwright.trainer.loop import Trainable
 SLOW_DEVICE = "slow device"
 """Kind of the alarm."""
 _STEPS, _KEPT, _LEAST = 10, 100, 50
-"""Steps that have to be slow, and steps before them whose median is the usual time: at most, and at least."""
+"""Steps that have to be slow, and steps before them whose median is the usual time: at most,
+and at least."""
 _TRACED = 2
 _PERIOD = 3600.0
 """Seconds between two traces."""
@@ -51,7 +54,8 @@ class SlowSteps:
         """Median seconds of those before them."""
 
     def add(self, seconds: float) -> bool:
-        """Adds a step; returns whether the last ten took more than 1.2 times as long as those before, by medians."""
+        """Adds a step; returns whether the last ten took more than 1.2 times as long
+        as those before, by medians."""
         self._seconds.append(seconds)
         if len(self._seconds) < _LEAST + _STEPS:
             return False
@@ -62,7 +66,8 @@ class SlowSteps:
 
 
 class WatchedRun:
-    """A run as the training loop takes it (`Trainable`), of which two steps are traced when its steps are slow.
+    """A run as the training loop takes it (`Trainable`),
+    of which two steps are traced when its steps are slow.
 
     Every process looks at its own devices, so no process waits for another's trace.
     """
@@ -151,8 +156,8 @@ class WatchedRun:
         found = "; ".join(slow)
         if not slow:
             found = (
-                f"none of the {len(devices)} devices of process {process} computes {FACTOR:g} times as long as "
-                "most: communication, the host, or a device of another process"
+                f"none of the {len(devices)} devices of process {process} computes {FACTOR:g} "
+                "times as long as most: communication, the host, or a device of another process"
             )
         if len(devices) < FEWEST:
             found = f"the trace of process {process} has {len(devices)} devices, too few to compare"
@@ -161,7 +166,8 @@ class WatchedRun:
         last_words.say(f"slow steps ({times}): {found}; trace in {self._folder}")
 
     def stop(self) -> None:
-        """Ends a trace where the run ends within it, and waits a little for the reading of the last."""
+        """Ends a trace where the run ends within it,
+        and waits a little for the reading of the last."""
         if self._untraced:
             self._untraced = 0
             _stop_trace()

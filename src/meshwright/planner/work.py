@@ -1,7 +1,8 @@
-"""Computation of one device for one microbatch: matmuls and attention, from the parameters and their placements.
+"""Computation of one device for one microbatch: matmuls and attention,
+from the parameters and their placements.
 
-Passes: `forward`, `recomputation` (rematerialisation: what the policy does not keep) and `backward` (twice a matmul:
-one for its input, one for its weight; scaling-book, transformers.md).
+Passes: `forward`, `recomputation` (rematerialisation: what the policy does not keep) and `backward`
+(twice a matmul: one for its input, one for its weight; scaling-book, transformers.md).
 """
 
 import collections
@@ -32,7 +33,8 @@ from meshwright.sharding.sequence import SEGMENTS, segment_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """Matmuls of one role and size: `count` of [m, k] by [k, n] in a forward pass of all layers of a device."""
+    """Matmuls of one role and size: `count` of [m, k] by [k, n] in a forward pass
+    of all layers of a device."""
 
     role: str
     m: float
@@ -62,7 +64,8 @@ class Matmul:
         return (given,) if self.frozen else (given, learned)
 
     def bytes(self, itemsize: int) -> float:
-        """Returns the bytes read and written, each operand and result once; operands of low precision have one byte."""
+        """Returns the bytes read and written, each operand and result once; operands of low
+        precision have one byte."""
         operands = itemsize if self.rate == "bf16" else 1
         weights = max(1, self.groups) * self.k * self.n
         return (operands * (self.m * self.k + weights) + itemsize * self.m * self.n) * self.count
@@ -90,7 +93,8 @@ class Work:
     widths: Widths
     """Widths of attention, averaged over layers."""
     ffn_hidden: float
-    """Elements per token of the feed-forward's hidden layer (gate and up), of the widest layer and device."""
+    """Elements per token of the feed-forward's hidden layer (gate and up),
+    of the widest layer and device."""
     experts: float
     """Experts per token; 0 in a dense model."""
     expert_rows: float
@@ -100,17 +104,22 @@ class Work:
     expert_tokens: float = 0.0
     """Tokens of a device that it sends to experts: in a folded layout its part over `tensor`."""
     ungathered_layers: float = 0.0
-    """Layers with experts whose second half gathers nothing over `tensor`: folded, and without shared experts."""
+    """Layers with experts whose second half gathers nothing over `tensor`: folded,
+    and without shared experts."""
     twice_gathered_layers: float = 0.0
-    """Layers whose second half gathers two inputs over `tensor`: those of a dense feed-forward and of experts."""
+    """Layers whose second half gathers two inputs over `tensor`: those
+    of a dense feed-forward and of experts."""
     quantised_inputs: float = 0.0
-    """Activations quantised in one forward pass of all layers: the inputs of low-precision matmuls, each once."""
+    """Activations quantised in one forward pass of all layers: the inputs
+    of low-precision matmuls, each once."""
     recurrence_inner: float = 0.0
-    """Bytes per token and device of a recurrence while it runs, of one layer; 0 in models without it."""
+    """Bytes per token and device of a recurrence while it runs, of one layer;
+    0 in models without it."""
     quantised_gradients: float = 0.0
     """Gradients quantised in one backward pass: of the outputs of those matmuls."""
     kept_bytes: float = 0.0
-    """Bytes that the backward pass reads, parameters excepted, of a loss whose layers are not known (`wrapped`)."""
+    """Bytes that the backward pass reads, parameters excepted,
+    of a loss whose layers are not known (`wrapped`)."""
     input_bytes: float = 0.0
     """Bytes of its batch on a device, and of the variables that it changes."""
     outputs_read: frozenset[str] = frozenset()
@@ -146,7 +155,8 @@ def _work_of_layers(model: Model, placed: PlacedRun) -> Work:
 
 @functools.lru_cache(maxsize=4096)
 def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | None") -> Work:
-    """Returns the work of a microbatch of `tokens` per device, on the stage with the most layers' cost."""
+    """Returns the work of a microbatch of `tokens` per device,
+    on the stage with the most layers' cost."""
     shape = layout.shape
     spec = layout.spec
     fraction = max(layout.stages.cost_fraction(stage) for stage in range(shape.stage))
@@ -191,7 +201,8 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
 
 
 class _Weight(NamedTuple):
-    """A weight of the layers as a device multiplies it: [m, k] by [k, n], in each of some layers."""
+    """A weight of the layers as a device multiplies it: [m, k] by [k, n],
+    in each of some layers."""
 
     stack: str
     role: str
@@ -239,7 +250,8 @@ def _layer_weights(
 
 
 def _matrix_shape(p: Param, placements: Placements, shape: MeshShape) -> tuple[int, int]:
-    """Returns the rows and columns of a weight's matrix on a device, without its layers and experts."""
+    """Returns the rows and columns of a weight's matrix on a device,
+    without its layers and experts."""
     local = list(local_shape(p.shape, placements.in_use, shape))
     if p.packed is not None:  # two elements in a byte
         local[p.packed] *= 2
@@ -271,7 +283,8 @@ def _experts_by_stack(layout: ModelLayout) -> dict[str, ExpertSpec]:
 def _expert_rows(
     layout: ModelLayout, experts: Mapping[str, ExpertSpec], routed: float
 ) -> dict[str, float]:
-    """Returns the rows of a device's buffer for the experts of each stack. routed: tokens that it sends to experts."""
+    """Returns the rows of a device's buffer for the experts of each stack.
+    routed: tokens that it sends to experts."""
     shards = layout.shape.over(layout.expert_axes)
     return {stack: e.buffers(int(routed), shards).experts for stack, e in experts.items()}
 
@@ -344,7 +357,8 @@ def _mean_widths(layout: ModelLayout) -> Widths:
 
 
 def _outputs_read(layout: ModelLayout) -> frozenset[str]:
-    """Returns the roles whose outputs the backward pass reads: norms of outputs read what they normalise."""
+    """Returns the roles whose outputs the backward pass reads: norms
+    of outputs read what they normalise."""
     if layout.spec.layers[0].normalises_outputs:
         return frozenset({"attention_out", "ffn_out"})
     return frozenset()
@@ -367,14 +381,16 @@ def _recurrence_inner(layout: ModelLayout, seq: int) -> float:
 
 
 def _shared_bytes(recurrence: Recurrence, segment: int) -> float:
-    """Returns the bytes that a segment of one sequence shares, of all devices of `tensor` together."""
+    """Returns the bytes that a segment of one sequence shares,
+    of all devices of `tensor` together."""
     shared = recurrence.gathered(1, segment, "float32") or {}
     arrays = [gathered.array for gathered in shared.values()]
     return float(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
 
 
 RECURRENCE = "recurrence"
-"""Role of the matmuls of recurrences, which have no weights; computed again from their inputs by every policy."""
+"""Role of the matmuls of recurrences, which have no weights;
+computed again from their inputs by every policy."""
 
 
 def _matmuls_of_recurrences(
@@ -382,8 +398,9 @@ def _matmuls_of_recurrences(
 ) -> list[Matmul]:
     """Returns the matmuls without weights of all layers with a recurrence.
 
-    A kernel computes those of all chunks and heads of a layer, or of one chunk of all sequences where chunks follow each
-    other. tokens: of a device.  fraction: of the layers, that the device has.
+    A kernel computes those of all chunks and heads of a layer, or of one chunk of all sequences
+    where chunks follow each other. tokens: of a device.
+    fraction: of the layers, that the device has.
     """
     context = layout.shape.context
     segment = segment_tokens(seq, context)
@@ -421,7 +438,8 @@ class LowPrecision:
     rate: str
     """Peak of the chip that they run at: the field `flops_{rate}`."""
     gathered: bool
-    """Whether weights are quantised before they are gathered, and gathered with one byte per element."""
+    """Whether weights are quantised before they are gathered,
+    and gathered with one byte per element."""
     gradient_passes: int
     """Times that a gradient is quantised: once for both products, or once for each."""
 
@@ -437,7 +455,8 @@ def low_precision(placed: PlacedRun) -> LowPrecision | None:
 
 
 def recomputed_roles(remat: str) -> frozenset[str]:
-    """Returns the roles whose matmuls the backward pass recomputes; `attention` and `scores` are the kernel's."""
+    """Returns the roles whose matmuls the backward pass recomputes;
+    `attention` and `scores` are the kernel's."""
     if remat == "auto":  # of a model whose layers are not known
         return frozenset()
     policy = REMAT_POLICIES[remat]

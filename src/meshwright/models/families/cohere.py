@@ -1,7 +1,9 @@
-"""Command R (Cohere 2024) and Command R7B and A (2024-25, arXiv:2504.00698): attention and feed-forward side by side.
+"""Command R (Cohere 2024) and Command R7B and A (2024-25, arXiv:2504.00698): attention and
+feed-forward side by side.
 
-Both halves of a layer read one LayerNorm without bias, of which there is one per layer. Rotation turns neighbouring
-features. Cohere 2 has three layers with a sliding window and rotary embedding to each without both (NoPE).
+Both halves of a layer read one LayerNorm without bias, of which there is one per layer. Rotation
+turns neighbouring features. Cohere 2 has three layers with a sliding window and rotary embedding to
+each without both (NoPE).
 """
 
 import dataclasses

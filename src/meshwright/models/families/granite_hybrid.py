@@ -1,5 +1,6 @@
-"""Granite 4 (IBM 2025; its published configurations): layers with a state space, and of each `attention_interval` one
-with attention; dense, or with experts and a shared one. The factors are those of Granite 3 (families/granite.py).
+"""Granite 4 (IBM 2025; its published configurations): layers with a state space, and of each
+`attention_interval` one with attention; dense, or with experts and a shared one. The factors are
+those of Granite 3 (families/granite.py).
 """
 
 import dataclasses
@@ -50,7 +51,8 @@ class GraniteHybrid(RoutedExperts, StateSpace, TiedOrNot, Factors):
                 interval > self.layers,
                 f"{self.layers} layers of which one of {interval} has attention",
                 "at least one layer has attention, unless the interval is 0",
-                f"--model.attention-interval {legal} --model.attention-offset {min(offset, legal - 1)}",
+                f"--model.attention-interval {legal} --model.attention-offset "
+                f"{min(offset, legal - 1)}",
             ),
             (
                 interval > 0 and offset >= interval,

@@ -1,7 +1,8 @@
-"""Nemotron-H (NVIDIA 2025, arXiv:2504.03624), Nemotron Nano 2 and Nemotron 3: layers of one half each, in any order.
+"""Nemotron-H (NVIDIA 2025, arXiv:2504.03624), Nemotron Nano 2 and Nemotron 3: layers
+of one half each, in any order.
 
-A layer has a state space, attention without rotary embedding, a feed-forward with the square of ReLU, or experts of the
-same kind with a sigmoid router and a shared one.
+A layer has a state space, attention without rotary embedding, a feed-forward with the square of
+ReLU, or experts of the same kind with a sigmoid router and a shared one.
 """
 
 import dataclasses
@@ -31,15 +32,16 @@ class NemotronH(ChoiceOfExperts, StateSpace):
     """
 
     pattern: str = "ME*-"
-    """Kinds of the layers, repeated where there are more: M a state space, * attention, - a feed-forward, E experts
-    (`hybrid_override_pattern` of the published configurations)."""
+    """Kinds of the layers, repeated where there are more: M a state space, * attention, - a
+    feed-forward, E experts (`hybrid_override_pattern` of the published configurations)."""
     mlp: PositiveInt = 384
     """Feed-forward width F of the layers without experts."""
     shared_mlp: PositiveInt = 384
     """Feed-forward width of the shared expert."""
     router_score: Literal["softmax", "sigmoid"] = "sigmoid"
     mamba_step_floor: NonNegativeFloat = 0.0
-    """Least step of the state space (`time_step_min` of a configuration, as `transformers` reads it)."""
+    """Least step of the state space (`time_step_min` of a configuration,
+    as `transformers` reads it)."""
 
     @property
     def router_bias(self) -> Literal["none", "choice"]:
@@ -66,7 +68,8 @@ class NemotronH(ChoiceOfExperts, StateSpace):
         return self.in_order([blocks[kind] for kind in self.kinds])
 
     def _check_pattern(self) -> None:
-        """Raises ConfigError for a pattern with other letters, or with more of them than there are layers."""
+        """Raises ConfigError for a pattern with other letters,
+        or with more of them than there are layers."""
         kinds = ", ".join(f"{letter} ({half})" for letter, half in _KINDS.items())
         known = "".join(letter for letter in self.pattern.upper() if letter in _KINDS)
         letters = len(self.pattern)

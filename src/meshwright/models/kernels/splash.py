@@ -1,6 +1,8 @@
-"""Splash attention, the TPU's flash attention kernel (jax.experimental.pallas.ops.tpu.splash_attention).
+"""Splash attention, the TPU's flash attention kernel
+(jax.experimental.pallas.ops.tpu.splash_attention).
 
-It must be called inside a `shard_map` that is manual over every axis, with `check_vma=False`, as the step is.
+It must be called inside a `shard_map` that is manual over every axis,
+with `check_vma=False`, as the step is.
 """
 
 import dataclasses
@@ -70,13 +72,16 @@ def splash_chunks(
     best: BestBlocks | None = None,
     softcap: float | None = None,
 ) -> ChunkAttention:
-    """Returns splash attention between two chunks, with a static mask for each kind of pair; hidden blocks are skipped.
+    """Returns splash attention between two chunks, with a static mask for each kind of pair;
+    hidden blocks are skipped.
 
-    Chunks are multiples of LANES (`_unsupported` checks).  block: largest block of queries and of keys.
-    backward_kernels: 2 compute the gradients of the queries apart from those of keys and values, each from its own
-    scores: seven matrix products. 1 computes all from the same scores with five, and writes the queries' gradient once
-    per block of keys.  interpret: runs the Pallas kernel in interpret mode on a CPU.  best: blocks for chunks of its length,
-    instead of `block`.
+    Chunks are multiples of LANES (`_unsupported` checks).
+    block: largest block of queries and of keys.
+    backward_kernels: 2 compute the gradients of the queries apart from those of keys and values,
+    each from its own scores: seven matrix products. 1 computes all from the same scores with five,
+    and writes the queries' gradient once per block of keys.
+    interpret: runs the Pallas kernel in interpret mode on a CPU.
+    best: blocks for chunks of its length, instead of `block`.
     """
     options = _Options(block, backward_kernels, interpret, best, softcap)
     return ChunkAttention(
@@ -86,9 +91,10 @@ def splash_chunks(
     )
 
 
-# The grid of the forward kernel is (heads, blocks of queries, visible blocks of keys): for each block of queries a
-# table made from the static mask names the blocks of keys to load, so that hidden blocks are neither loaded nor
-# computed. A block is full (no mask), or partial (the mask is applied); documents are compared in both.
+# The grid of the forward kernel is (heads, blocks of queries, visible blocks of keys): for each
+# block of queries a table made from the static mask names the blocks of keys to load, so that
+# hidden blocks are neither loaded nor computed. A block is full (no mask), or partial (the mask is
+# applied); documents are compared in both.
 #
 #   causal, 4 x 4 blocks     blocks of keys of each block of queries
 #   P . . .                  0
@@ -96,7 +102,8 @@ def splash_chunks(
 #   F F P .                  0 1 2
 #   F F F P                  0 1 2 3
 #
-# The backward kernels walk the same tables, dK and dV by blocks of keys, and dQ by blocks of queries.
+# The backward kernels walk the same tables, dK and dV by blocks of keys,
+# and dQ by blocks of queries.
 def _forward(options: _Options, queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
     kernel = _kernel(options, queries, keys, mask)
     out_BNTH, (lse_BNT,) = jax.vmap(functools.partial(_attend, kernel))(
@@ -155,8 +162,8 @@ def _differentiate(
 ) -> Any:
     """Runs the backward kernels on one sequence: gradients of queries, keys and values.
 
-    JAX's own derivative of the kernel takes output and log-sum-exp of the same pair of chunks; chunks need those over
-    all keys, so its backward function is called with them as residuals.
+    JAX's own derivative of the kernel takes output and log-sum-exp of the same pair of chunks;
+    chunks need those over all keys, so its backward function is called with them as residuals.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -178,7 +185,8 @@ def _differentiate(
 
 
 def block_size(seq: int, largest: int) -> int:
-    """Returns the queries and keys of a block: the largest multiple of LANES that divides `seq`, at most `largest`."""
+    """Returns the queries and keys of a block: the largest multiple of LANES
+    that divides `seq`, at most `largest`."""
     most = max(LANES, min(seq, largest))
     return max(size for size in range(LANES, most + 1, LANES) if seq % size == 0)
 
@@ -249,7 +257,8 @@ def splash_kernels(
     interpret: Any = False,
     best: BestBlocks | None = None,
 ) -> Kernels:
-    """Returns splash attention with blocks of at most `block` tokens, None the fastest (`splash_chunks`)."""
+    """Returns splash attention with blocks of at most `block` tokens, None the
+    fastest (`splash_chunks`)."""
     chunks = splash_chunks(block, backward_kernels, interpret, best)
     name = "splash_fused"
     # Matrix products over the two of the forward pass.
@@ -275,7 +284,8 @@ splash_fused_kernels = functools.partial(splash_kernels, backward_kernels=1)
 def _with_best_blocks(
     block: int | None, backward_kernels: int, interpret: Any, shapes: AttentionShapes
 ) -> Kernels | None:
-    """Returns splash attention with the fastest known blocks; None where the chip's bundles are not known."""
+    """Returns splash attention with the fastest known blocks;
+    None where the chip's bundles are not known."""
     best = best_blocks(block, backward_kernels, shapes)
     if best is None:
         return None
@@ -292,12 +302,15 @@ def _with_best_blocks(
 def best_blocks(
     block: int | None, backward_kernels: int, shapes: AttentionShapes
 ) -> BestBlocks | None:
-    """Returns the blocks of at most `block` that take a layer the least time by the bundles of the chip's kernels.
+    """Returns the blocks of at most `block` that take a layer the least time by the bundles
+    of the chip's kernels.
 
-    seconds of a pass = sum over its kernels of `kernel_seconds`, at the mean over the windows of the layers
+    seconds of a pass = sum over its kernels of `kernel_seconds`,
+    at the mean over the windows of the layers
 
-    The fused backward kernel writes the gradient of the queries once per block of keys; they are read again and summed.
-    None where the bundles are not known, or the layers have heads of several sizes.
+    The fused backward kernel writes the gradient of the queries once per block of keys; they are
+    read again and summed. None where the bundles are not known, or the layers have heads of several
+    sizes.
     """
     chip = CHIPS.get(shapes.chip or "")
     if chip is None or chip.clock_hz is None or len(shapes.head_sizes) != 1:
@@ -317,7 +330,8 @@ def _fastest(
     price: Callable[[tuple[str, ...], KernelBlocks], float | None],
     kernels: tuple[str, ...],
 ) -> tuple[float, KernelBlocks] | None:
-    """Returns the least seconds of a pass and its blocks, of the blocks that divide a chunk; None if none is known."""
+    """Returns the least seconds of a pass and its blocks, of the blocks that divide a chunk;
+    None if none is known."""
     found = []
     for blocks in sorted({row.blocks for row in read_bundles()}, key=str):
         if block is not None and max(blocks.q, blocks.kv) > block:
@@ -333,7 +347,8 @@ def _fastest(
 def _seconds_of_blocks(
     chip: Chip, shapes: AttentionShapes, kernels: tuple[str, ...], blocks: KernelBlocks
 ) -> float | None:
-    """Returns the seconds of one head in some kernels, a mean over the layers; None if one is not known."""
+    """Returns the seconds of one head in some kernels, a mean over the layers;
+    None if one is not known."""
     assert chip.clock_hz is not None
     head_size = shapes.head_sizes[0]
     tokens = shapes.chunk
