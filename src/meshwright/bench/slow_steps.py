@@ -1,7 +1,8 @@
 """Two steps of a run traced when its steps have become slow: which device
 of this host computes longer than the others.
 
-seconds of a step   1.0 1.0 1.1 1.0 ... 1.0 | 1.4 1.3 1.4 ... ten steps | two traced | an hour without a trace
+seconds of a step   1.0 1.1 1.0 ... 1.0 | 1.4 1.3 1.4 ...  | traced     | an hour without
+                                        | ten steps        | two steps  | a trace
 """
 
 import collections

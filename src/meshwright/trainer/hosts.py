@@ -72,6 +72,7 @@ _FOLDER = "meshwright/watchdog"
 _SLOW = 10
 """Times the limit for phases that compile, restore or evaluate."""
 _SLOW_PHASES = ("prepare", "start", "compile", "evaluate", "sample")
+_IN_STEPS = ("step", "data")
 _GRACE = 3.0
 """Seconds in which process 0 publishes its verdict before it leaves, and with it the key-value
 store."""
@@ -187,8 +188,8 @@ class Sign:
     left: str
     """Reason for which the host has left; `done` where it has come to its end."""
     delay: float = 0.0
-    """Mean seconds, over its last signs, that a small computation took and that its thread woke too
-    late."""
+    """Mean seconds, over its last signs in steps, that a small computation took and that its thread
+    woke too late; 0 before there are enough."""
     what: str = ""
     """What its main thread waits for: devices, a barrier, a file, a pipe; and the line of
     Python."""
@@ -321,7 +322,13 @@ def _steps_between(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> int:
 
 
 def slow_hosts(signs: Mapping[int, Sign]) -> dict[int, str]:
-    """Returns the hosts that are several times slower than most, for which others wait."""
+    """Returns the hosts that are several times slower than most, for which others wait.
+
+    Hosts of which nothing is known yet are left out.
+    """
+    signs = {process: sign for process, sign in signs.items() if sign.delay}
+    if not signs:
+        return {}
     median = statistics.median_low([sign.delay for sign in signs.values()])
     return {
         process: f"process {process} ({s.name}, pid {s.pid}) is slow: "
@@ -383,6 +390,9 @@ class _Watch:
         self.delays: collections.deque[float] = collections.deque(maxlen=_DELAYS)
         self.named: set[str] = set()
         self.earlier: tuple[float, dict[int, Sign]] = (0.0, {})
+        self.judged_at = time.monotonic()
+        self.pause = (0.0, 0.0)
+        """Time at which this process last went on after it was stopped, and the seconds of that."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -462,7 +472,9 @@ class _Watch:
             if self.stopped.wait(self.period):
                 return
             hashlib.sha256(_WORK).digest()
-            self.delays.append(time.monotonic() - due)
+            # A compilation keeps all processors busy, and no other host waits for it.
+            if self.phases.now[1] in _IN_STEPS:
+                self.delays.append(time.monotonic() - due)
 
     def _sign(self) -> None:
         self.beat += 1
@@ -531,15 +543,16 @@ class _Watch:
                 alarms.tell(alarms.SLOW_HOST, text)
 
     def _judge(self) -> None:
-        last = time.monotonic()
+        self.judged_at = time.monotonic()
         while not self.stopped.wait(self.period / 2):
             now = time.monotonic()
-            if now - last > self.limits.silence / 2:
+            if now - self.judged_at > self.limits.silence / 2:
                 # This process was itself stopped, and has not heard of the others yet.
                 self.signs = {
                     process: dataclasses.replace(s, at=now) for process, s in self.signs.items()
                 }
-            last = now
+                self.pause = (now, now - self.judged_at)
+            self.judged_at = now
             others = {
                 process: sign for process, sign in self.signs.items() if process != self.process
             }
@@ -551,6 +564,15 @@ class _Watch:
                 continue
             if found:
                 self._leave(found)
+
+    def _own_pause(self, now: float) -> str:
+        """Says that this process was itself stopped a moment ago; "" where it was not."""
+        since, seconds = self.pause
+        if now - self.judged_at > self.limits.silence / 2:  # the thread that judges still sleeps
+            since, seconds = now, now - self.judged_at
+        if not seconds or now - since > self.limits.silence:
+            return ""
+        return f"this process was itself stopped for {seconds:.0f} s, and "
 
     def _leave(self, found: str) -> None:
         if not _silence.acquire(blocking=False):
@@ -572,7 +594,7 @@ class _Watch:
         step, phase, _ = self.phases.now
         whole = signs.whole()
         if whole is None:
-            alarms.tell(alarms.FAILED, found, error=HostError.__name__)
+            alarms.tell(alarms.FAILED, found, fix=again, error=HostError.__name__)
         error = HostError(
             f"training on {self.processes} hosts, seen by process {self.process} in phase "
             f"{phase}, step {step}",
@@ -588,6 +610,8 @@ class _Watch:
             last_words.say(text.rstrip("\n"))
             sender.join(_GRACE)
             time.sleep(min(_GRACE, 2.5 * self.period))  # in which the others read it
+            with contextlib.suppress(RuntimeError):  # this host starts no further thread
+                alarms.finish()
             text = ""
         last_words.leave(code, text)
 
@@ -634,7 +658,7 @@ class _Watch:
             )
             if not found and self.process:
                 where = f": {self.signs[0].describe(now)}" if 0 in self.signs else ""
-                found = f"the connection to process 0 has ended{where}"
+                found = f"{self._own_pause(now)}the connection to process 0 has ended{where}"
             absent = [i for i in range(self.processes) if i not in self.signs]
             self._leave(
                 found or f"JAX misses a process; of {absent} none has come as far as training"
