@@ -5,8 +5,9 @@ or beyond its history.
 
     not finite          the loss, a norm, or anything that is measured
     beyond its history  the rule of `reporters.outliers`, for loss, norms and figures of layers
-    seen before         a part of the batch has the tokens of one of the last steps of the same epoch
-    changed in between  the bits of a parameter or of a moment are not those that the step before has left
+    seen before         a part of the batch has the tokens of a recent step of the same epoch
+    changed in between  the bits of a parameter or of a moment are not those that the step before
+                        has left
 
 The figures of a step already say which layer and parameter is first, in the order of computation:
 parameters, then the forward pass up the layers, then gradients down the layers, then updates.
