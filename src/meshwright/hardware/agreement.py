@@ -46,7 +46,7 @@ def digest(text: str | bytes) -> str:
 
 
 def versions_of_program() -> dict[str, str]:
-    """Returns the versions of the packages that decide on numbers, and a digest of this one's files.
+    """Returns the versions of what decides on numbers, and a digest of this package's files.
 
     An installation in place has no version that tells changes.
     """
