@@ -65,7 +65,8 @@ class Plan(Shown):
         >>> best.name, best.estimate.bound_by
         ('fsdp=64, projections', 'matmuls')
         >>> best
-        <Plan of llama3-8b on v5p:4x4x4: fsdp=64, projections; 2.73 s, 67% MFU, 53 of 96 GiB, predicted>
+        <Plan of llama3-8b on v5p:4x4x4: fsdp=64, projections; 2.73 s, 67% MFU,
+         53 of 96 GiB, predicted>
     """
 
     placed: PlacedRun
