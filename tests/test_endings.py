@@ -20,7 +20,7 @@ from meshwright import signs
 from meshwright.errors import Closing, DataError, RoomError, first_error
 from meshwright.reporters.files import JsonLines
 from meshwright.signs import EVERYBODY, NOBODY, Phases, wait_of_main_thread, waiting
-from meshwright.trainer.hosts import Sign, slow_data, slow_work, verdict
+from meshwright.trainer.hosts import Sign, _Watch, slow_data, slow_work, verdict
 from meshwright.trainer.loop import _longest
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.views.run_folder import RunFolder
@@ -215,6 +215,24 @@ def test_the_host_that_waits_for_no_other_is_blamed(kind: str) -> None:
     states, blamed = BLAME[kind]
     found = {i: sign(i, 6, phase, host, 7000.0) for i, (phase, host) in enumerate(states)}
     assert (verdict(found, Watchdog(stall=60), 100.0) or "").startswith(f"process {blamed} ")
+
+
+def test_where_all_hosts_wait_alike_none_is_named() -> None:
+    found = verdict({i: sign(i, 6, "step", EVERYBODY) for i in range(3)}, Watchdog(stall=60), 100.0)
+    assert found is not None and found.startswith("all 3 processes wait alike, so none is named")
+    later = {0: sign(0, 6, "step", EVERYBODY), 1: sign(1, 7, "step", EVERYBODY)}
+    assert (verdict(later, Watchdog(stall=60), 100.0) or "").startswith("process 0 ")
+
+
+def test_a_process_that_was_stopped_itself_says_so(tmp_path: Path) -> None:
+    watch = _Watch(tmp_path, Phases(), Watchdog(silence=6), None)
+    now = watch.judged_at
+    assert watch._own_pause(now + 1) == ""
+    assert watch._own_pause(now + 8) == "this process was itself stopped for 8 s, and "
+    watch.judged_at, watch.pause = now + 8.1, (now + 8.1, 8.1)
+    assert watch._own_pause(now + 9) == "this process was itself stopped for 8 s, and "
+    watch.judged_at = now + 60
+    assert watch._own_pause(now + 60) == ""
 
 
 def test_the_longest_wait_for_data_is_the_summary_s() -> None:

@@ -76,8 +76,8 @@ CALLS = {
 }
 """Verbs that are functions as well -> their argument in the place of a recipe's name."""
 _PROSE = (
-    "a|and|as|at|for|has|have|if|in|is|it|may|on|one|or|out|so|takes|that|the|then|there|to|under|what|when|where|which|with"
-    "|without|wrote"
+    "a|and|as|at|for|has|have|if|in|is|it|may|on|one|or|out|so|takes|that|the|then|there|to|under"
+    "|what|when|where|which|with|without|wrote"
 )
 """Words that follow an option in a sentence, and are not its value."""
 _OPTION = r"--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*"

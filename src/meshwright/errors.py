@@ -36,10 +36,10 @@ FOR_NOW = (ErrorClass.HOST, ErrorClass.STORE)
 and then the run asks for another start."""
 _NUMBERS = {
     ErrorClass.HOST: "EAGAIN EINTR EMFILE ENFILE ENOBUFS ENOLCK ENOMEM ETXTBSY",
-    ErrorClass.STORE: "EBADMSG EBUSY ECANCELED ECOMM ECONNABORTED ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN "
-    "EHOSTUNREACH EIO EKEYEXPIRED EKEYREJECTED EKEYREVOKED ENETDOWN ENETRESET ENETUNREACH ENODEV "
-    "ENOKEY ENOLINK ENOSPC ENOTCONN ENXIO EPROTO EREMOTEIO EROFS ESHUTDOWN ESTALE ETIME ETIMEDOUT "
-    "EUCLEAN",
+    ErrorClass.STORE: "EBADMSG EBUSY ECANCELED ECOMM ECONNABORTED ECONNREFUSED ECONNRESET "
+    "EDQUOT EFBIG EHOSTDOWN EHOSTUNREACH EIO EKEYEXPIRED EKEYREJECTED EKEYREVOKED ENETDOWN "
+    "ENETRESET ENETUNREACH ENODEV ENOKEY ENOLINK ENOSPC ENOTCONN ENXIO EPROTO EREMOTEIO EROFS "
+    "ESHUTDOWN ESTALE ETIME ETIMEDOUT EUCLEAN",
 }
 NUMBERS: dict[int, ErrorClass] = {
     getattr(errno, name): kind
@@ -169,8 +169,10 @@ def class_of(error: BaseException) -> ErrorClass:
     """Returns the class of an error, by its type and, of a failed system call, its number.
 
     Example:
-        >>> class_of(OSError(errno.ESTALE, "stale")), class_of(FileNotFoundError(errno.ENOENT, "no"))
-        (<ErrorClass.STORE: 'store for now'>, <ErrorClass.REQUEST: 'request'>)
+        >>> class_of(OSError(errno.ESTALE, "stale"))
+        <ErrorClass.STORE: 'store for now'>
+        >>> class_of(FileNotFoundError(errno.ENOENT, "no"))
+        <ErrorClass.REQUEST: 'request'>
     """
     if isinstance(error, MeshwrightError):
         return error.error_class

@@ -10,7 +10,8 @@ their dimension letters as a suffix: `x_BTD`.
 # so the axes that communicate most come last.
 AXES: dict[str, str] = {
     "stage": "pipeline parallelism: stages hold different layers",
-    "data": "data parallelism: replicas of the parameters, each with its own part of the batch (with fsdp: HSDP)",
+    "data": "data parallelism: replicas of the parameters, each with its own part of the batch "
+    "(with fsdp: HSDP)",
     "fsdp": "FSDP (ZeRO-3): shards of the parameters at rest, each with its own part of the batch",
     "expert": "expert parallelism: shards of the experts, each with its own part of the batch",
     "context": "context parallelism: shards of the sequence",
@@ -40,7 +41,8 @@ DIMENSIONS: dict[str, str] = {
     "G": "query heads per key/value head (GQA), value heads per key head (linear attention)",
     "H": "head size",
     "I": "heads of a sparse indexer, which every device of `tensor` has",
-    "Z": "width of a latent of queries, or of keys and values (MLA), or of decays and gates (Kimi Linear)",
+    "Z": "width of a latent of queries, or of keys and values (MLA), or of decays and gates "
+    "(Kimi Linear)",
     "V": "vocabulary",
     "L": "layers",
     "E": "experts",

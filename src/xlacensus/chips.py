@@ -116,8 +116,15 @@ class ChipRates:
 
     Example: an H100 SXM.
 
-        >>> h100 = ChipRates("H100", flops_bf16=989e12, hbm_bandwidth=3.35e12, interconnect=Nodes(450e9, 8),
-        ...                  network_bandwidth=50e9, host_bandwidth=55e9, flops_fp8=1979e12)
+        >>> h100 = ChipRates(
+        ...     "H100",
+        ...     flops_bf16=989e12,
+        ...     hbm_bandwidth=3.35e12,
+        ...     interconnect=Nodes(450e9, 8),
+        ...     network_bandwidth=50e9,
+        ...     host_bandwidth=55e9,
+        ...     flops_fp8=1979e12,
+        ... )
         >>> h100.interconnect.devices_per_node
         8
     """

@@ -21,10 +21,14 @@ _WIDENED = 2
 """XLA:CPU sends bfloat16 as float32: compiled bytes over those that are written."""
 
 _INSERTED_FIXES = {
-    "all-gather": "shard the operands of the operation alike, or gather the value once where it is made",
-    "all-reduce": "the dimension that is summed over is sharded: shard another one, or write the sum (psum)",
-    "reduce-scatter": "the dimension that is summed over is sharded: shard another one, or write psum_scatter",
-    "all-to-all": "the value changes its sharded dimension: constrain it once, to the sharding of its next use",
+    "all-gather": "shard the operands of the operation alike, or gather the value once where it "
+    "is made",
+    "all-reduce": "the dimension that is summed over is sharded: shard another one, or write "
+    "the sum (psum)",
+    "reduce-scatter": "the dimension that is summed over is sharded: shard another one, or write "
+    "psum_scatter",
+    "all-to-all": "the value changes its sharded dimension: constrain it once, to the sharding of "
+    "its next use",
     "collective-permute": (
         "shards are shifted or reordered: slice, pad and concatenate along unsharded dimensions"
     ),

@@ -62,7 +62,9 @@ class Route:
         if kind in ("all-gather", "reduce-scatter"):
             return ring_pass + latency
         if kind in ("all-to-all", "ragged-all-to-all"):
-            if self.on_torus:  # on a ring a block travels a quarter of the way on average; a switch forwards it once
+            if self.on_torus:
+                # On a ring a block travels a quarter of the way on average;
+                # a switch forwards it once.
                 return payload * n / (4 * self.bandwidth) + latency
             # Each device sends its own rows: those for other nodes over its own link
             # to the network.

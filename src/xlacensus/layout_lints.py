@@ -232,7 +232,8 @@ def lint_whole_state(arguments: Sequence[Argument]) -> Iterator[Finding]:
 
 
 _REMATERIALISATION = re.compile(
-    r"from sharding \{(.*?)\} to \{(.*?)\}(?: efficiently| without)?.*? for HLO operation %?(\S+) = (\S+)"
+    r"from sharding \{(.*?)\} to \{(.*?)\}(?: efficiently| without)?.*?"
+    r" for HLO operation %?(\S+) = (\S+)"
 )
 
 

@@ -50,7 +50,8 @@ of floats, `minimum` and `maximum` do."""
 _MAY_DIFFER = {
     "scatter": "its updates may meet, and they are applied in another order in every run",
     "kernel": "it adds by atomics, in another order in every run",
-    "autotuned": "its kernel is chosen by timing, anew in every process: another one adds in another order",
+    "autotuned": "its kernel is chosen by timing, anew in every process: another one adds in "
+    "another order",
     "sum": (
         "NCCL chooses the algorithm of the sum, and some add in another order in every run "
         "(NCCL_ALGO)"

@@ -5,11 +5,11 @@ A collective is exposed while the device does nothing but wait for it. Work that
 operands nor needs its result could run in that time. In a loop there are three places for it:
 
     time ------------------------------------------------------------>
-    beside    | makes operands | collective | needs result |             the same iteration
+    beside    | makes operands | collective | needs result |              the same iteration
                                | free work  |
-    ahead     | iteration i - 1             | iteration i  |             the collective of i moves into i - 1
+    ahead     | iteration i - 1             | iteration i  |   the collective of i moves into i - 1
               | free work   | collective    | needs result |
-    behind    | iteration i    | iteration i + 1           |             the collective of i moves into i + 1
+    behind    | iteration i    | iteration i + 1           |   the collective of i moves into i + 1
               | makes operands | collective | needs result |
                                | free work  |
 """

@@ -143,7 +143,8 @@ class Census:
 
     Example:
         >>> import jax, jax.numpy as jnp, xlacensus
-        >>> report = xlacensus.census(jax.jit(lambda x, w: jnp.tanh(x @ w)), jnp.ones((8, 16)), jnp.ones((16, 4)))
+        >>> layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+        >>> report = xlacensus.census(layer, jnp.ones((8, 16)), jnp.ones((16, 4)))
         >>> report.flops.compiled, len(report.ledger)
         (1024.0, 0)
     """
@@ -503,7 +504,8 @@ def lint(function: Any, *args: Any, **options: Any) -> tuple[Finding, ...]:
 
         >>> import jax.numpy as jnp
         >>> step = lambda params, g: {"w": params["w"] - g}
-        >>> [finding.kind for finding in lint(step, {"w": jnp.ones((512, 512))}, jnp.ones((512, 512)))]
+        >>> w = jnp.ones((512, 512))
+        >>> [finding.kind for finding in lint(step, {"w": w}, w)]
         ['donation']
     """
     return census(function, *args, **options).findings

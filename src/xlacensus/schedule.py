@@ -57,8 +57,8 @@ from xlacensus.interconnect import (
 from xlacensus.kernel_bundles import kernel_of, kernel_seconds, pairs_of_fraction
 
 _FREE = re.compile(
-    "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|replica-id|opt-barrier|add-dependency"
-    "|domain|iota|.*-(done|update)"
+    "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|replica-id"
+    "|opt-barrier|add-dependency|domain|iota|.*-(done|update)"
 )
 """Opcodes that cost nothing."""
 _HOST, _VMEM = 5, 1

@@ -70,7 +70,8 @@ class Census(program_census.Census, Shown):
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> report = mw.census(jax.jit(lambda x, w: jnp.tanh(x @ w)), jnp.ones((8, 16)), jnp.ones((16, 4)))
+        >>> layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+        >>> report = mw.census(layer, jnp.ones((8, 16)), jnp.ones((16, 4)))
         >>> report.flops.compiled, len(report.ledger)
         (1024.0, 0)
     """

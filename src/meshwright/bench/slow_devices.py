@@ -2,7 +2,7 @@
 collective together.
 
 device 4    | compute 3.0 | collective 3.0            | compute 1.0 |
-device 5    | compute 4.0         | collective 2.0    | compute 1.0 |    a fourth longer, for which the others wait
+device 5    | compute 4.0         | collective 2.0    | compute 1.0 |   a fourth longer: others wait
 device 6    | compute 3.0 | collective 3.0            | compute 1.0 |
 """
 

@@ -311,10 +311,10 @@ def count_parameters(params: dict[str, Param]) -> int:
 # Parameter by parameter, and block by block of each;
 # a parameter that is done is recorded in the journal:
 #
-#   checkpoint                        Hugging Face files (under OUT.partial, moved to OUT at the end)
+#   checkpoint                        Hugging Face files (in OUT.partial, moved to OUT at the end)
 #   params.blocks.query [L, D, N H]   model.layers.0.self_attn.q_proj.weight [N H, D] of layer 0,
-#     block [0:1]  --- transposed -->   then of layer 1, ...: views of memory-mapped files of at most
-#     block [1:2]  --- transposed -->   `largest_file` bytes, which are written in place
+#     block [0:1]  --- transposed -->   then of layer 1, ...: views of memory-mapped files of
+#     block [1:2]  --- transposed -->   at most `largest_file` bytes, which are written in place
 def export_weights(
     source: Path,
     out: Path,

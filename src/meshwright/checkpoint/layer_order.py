@@ -132,8 +132,9 @@ class _Permutation:
 
     On two stages, with rows 0 2 | 1 3 that become 0 1 | 2 3, and halves a and b of dimension `dim`:
 
-        stage 0: 0a 0b 2a 2b   all-to-all   0a 2a 1a 3a   convert   0a 1a 2a 3a   all-to-all   0a 0b 1a 1b
-        stage 1: 1a 1b 3a 3b                0b 2b 1b 3b             0b 1b 2b 3b                2a 2b 3a 3b
+        stage  rows           all-to-all     convert        all-to-all
+        0      0a 0b 2a 2b -> 0a 2a 1a 3a -> 0a 1a 2a 3a -> 0a 0b 1a 1b
+        1      1a 1b 3a 3b -> 0b 2b 1b 3b -> 0b 1b 2b 3b -> 2a 2b 3a 3b
     """
 
     convert: Callable[[Any], Any]

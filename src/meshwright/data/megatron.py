@@ -1,6 +1,7 @@
 """Megatron's token files, PREFIX.bin and PREFIX.idx, read where they are and without a cache.
 
-    PREFIX.idx | "MMIDIDX\\0\\0", version (u64) 1, type of a token (u8), sequences S (u64), marks M (u64)
+    PREFIX.idx | "MMIDIDX\\0\\0", version (u64) 1, type of a token (u8),
+               | sequences S (u64), marks M (u64)
                | lengths (i32) [S]: tokens of each sequence
                | starts (i64) [S]: its first byte in PREFIX.bin
                | marks (i64) [M]: the first sequence of each document, and then S

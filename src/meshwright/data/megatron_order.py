@@ -5,9 +5,10 @@ A split of a dataset (train, valid, test) is a range of its n sequences, which M
 documents. To draw N samples of T tokens from it, with S tokens in an epoch:
 
     epochs E    the fewest with E S >= N T + 1 tokens
-    documents   the n documents E times over, shuffled together; the last epoch is shuffled apart, behind the others, where
-                it gives fewer than 80 % of an epoch's samples
-    sample k    tokens [k T, (k + 1) T] of these documents, one after another: it shares a token with the next
+    documents   the n documents E times over, shuffled together; the last epoch is shuffled apart,
+                behind the others, where it gives fewer than 80 % of an epoch's samples
+    sample k    tokens [k T, (k + 1) T] of these documents, one after another: it shares a token
+                with the next
     order       the samples, shuffled; those of a last epoch apart, too
 
 Both shuffles are those of one `numpy.random.RandomState(seed)`. A blend takes, as its sample i, the

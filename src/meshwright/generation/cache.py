@@ -338,7 +338,9 @@ class Sums(NamedTuple):
     With scores s of a block's keys and their values v (Milakov
     and Gimelshein 2018, arXiv:1805.02867):
 
-        m' = max(m, max s);  l' = l exp(m - m') + sum exp(s - m');  o' = o exp(m - m') + sum exp(s - m') v
+        m' = max(m, max s)
+        l' = l exp(m - m') + sum exp(s - m')
+        o' = o exp(m - m') + sum exp(s - m') v
     """
 
     highest: jax.Array

@@ -100,7 +100,7 @@ _COMPUTED = {
     r"^(ssm_|mamba_|state_size|time_step_|conv_kernel$|n_groups$)": "state space layers",
     r"^linear_": "linear attention",
     r"^(embedding|residual|attention|logits?)_(multiplier|scaling|scale)": "scaled branches",
-    r"^index_(topk|n_heads|head_dim)": "a sparse indexer, which chooses the tokens that attention sees",
+    r"^index_(topk|n_heads|head_dim)": "a sparse indexer, which chooses the tokens to attend to",
     r"^(kv|q)_lora_rank": "multi-head latent attention",
     r"^(n_routed|num|num_local)_experts$": "a mixture of experts",
     r"^quantization_config$": "quantised weights",

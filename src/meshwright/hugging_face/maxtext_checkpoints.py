@@ -7,7 +7,8 @@
 Arrays have the layers of a stack (`scan_layers`) as their second dimension,
 and weights with inputs before outputs:
 
-    decoder.layers.self_attention.query.kernel [D, L, N, H]  ->  model.layers.0.self_attn.q_proj.weight [N H, D], ...
+    decoder.layers.self_attention.query.kernel [D, L, N, H]
+        -> model.layers.0.self_attn.q_proj.weight [N H, D], ...
 
 MaxText divides no logits of the attention by sqrt(H): the query weights contain the factor, and are
 multiplied by sqrt(H) here. Its rotary embedding turns numbers i and i + H/2 of a head, as Hugging
@@ -239,7 +240,8 @@ def _numbers(scaling: RopeScaling) -> str:
 def _notes(states: list[str], found: Mapping[str, MaxTextTensor], model: Any) -> Iterator[str]:
     """Yields what is not read, and what the arrays do not tell."""
     if states:
-        yield f"{len(states)} arrays of the training, such as {states[0]}, are not read: optimizer, step"
+        states_read = f"{len(states)} arrays of the training, such as {states[0]}"
+        yield f"{states_read}, are not read: optimizer, step"
     pairs, has = "half a head apart", "no"
     if _scaling_of(model) is not None:
         pairs, has = "numbers 2i and 2i + 1", "a"

@@ -258,7 +258,8 @@ def _notes(
 ) -> Iterator[str]:
     """Yields what is not read."""
     if states:
-        yield f"{len(states)} tensors of the training, such as {min(states)}, are not read: optimizer"
+        training = f"{len(states)} tensors of the training, such as {min(states)}"
+        yield f"{training}, are not read: optimizer"
     yield f"{objects} pickled objects (states of modules) are not read"
     if compared:
         yield (

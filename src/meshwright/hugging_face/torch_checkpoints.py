@@ -1,8 +1,10 @@
 """Folders of `torch.distributed.checkpoint` (DCP),
 as torchtitan and Megatron write them, read without torch.
 
-    .metadata      a pickle: type, shape and chunks of each tensor, and the file, first byte and length of each chunk
-    __0_0.distcp   chunks, each a zip file of `torch.save`: `data.pkl` (type, shape, strides) and `data/0` (the bytes)
+    .metadata      a pickle: type, shape and chunks of each tensor, and the file, first byte and
+                   length of each chunk
+    __0_0.distcp   chunks, each a zip file of `torch.save`: `data.pkl` (type, shape, strides) and
+                   `data/0` (the bytes)
 
 Both pickles are read as data (`pickled_data`): nothing is imported or called. Every number is
 compared with the others before a byte of a tensor is read: chunks have to fill their tensor once,

@@ -209,10 +209,11 @@ def check_variables(
 _DEVICES = """
 import json, jax
 jax.config.update("jax_platforms", jax.config.jax_platforms)
-print(json.dumps([
-    {"kind": d.device_kind, "platform": d.platform, "memory": (d.memory_stats() or {}).get("bytes_limit")}
-    for d in jax.local_devices()
-]))
+found = []
+for device in jax.local_devices():
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    found.append({"kind": device.device_kind, "platform": device.platform, "memory": memory})
+print(json.dumps(found))
 """
 """Program that lists the devices of this process,
 in a process of its own: a driver that hangs is then ended."""

@@ -17,13 +17,18 @@ from meshwright.models.model import LayerSpec, Model, ModelSpec, Recurrence, voc
 from meshwright.sharding.params import Tree, is_param
 
 FORMULAS: dict[str, str] = {
-    "attention projections": "2 D H (2 N + 2 K) per token and layer (scaling-book, transformers.md)",
-    "attention": "4 s N H per token and layer, s positions attended to on average: (T + 1) / 2, fewer in a window",
+    "attention projections": "2 D H (2 N + 2 K) per token and layer "
+    "(scaling-book, transformers.md)",
+    "attention": "4 s N H per token and layer, s positions attended to on average: (T + 1) / 2, "
+    "fewer in a window",
     "indexer projections": "2 n per token and layer, of its n weights (DeepSeek-V3.2)",
-    "indexer": "2 s N (H + 1) per token and layer: its N heads compare s positions, (T + 1) / 2 on average",
-    "feed-forward": "2 D F per matrix, token and layer: three in SwiGLU, two in an MLP (scaling-book, transformers.md)",
+    "indexer": "2 s N (H + 1) per token and layer: its N heads compare s positions, "
+    "(T + 1) / 2 on average",
+    "feed-forward": "2 D F per matrix, token and layer: three in SwiGLU, two in an MLP "
+    "(scaling-book, transformers.md)",
     "router": "2 D E per token and layer with experts",
-    "experts": "2 D F per matrix, token and each of its k experts, three in SwiGLU (Mixtral, arXiv:2401.04088)",
+    "experts": "2 D F per matrix, token and each of its k experts, three in SwiGLU "
+    "(Mixtral, arXiv:2401.04088)",
     "projections": "2 n per token for a weight of n elements",
     "unembedding": "2 D V per token (scaling-book, transformers.md)",
 }
@@ -64,9 +69,10 @@ def passes_of_step(model: Model, item: str, method: str = "full") -> float:
     of its forward pass.
 
         3   a gradient of both factors of a product
-        2   a gradient of one: of frozen weights (`lora`) the input's, of an indexer's weights their own, as its input is
-            detached
-        1   none: a frozen indexer, whose choice of keys has no derivative; in its warm-up everything else
+        2   a gradient of one: of frozen weights (`lora`) the input's, of an indexer's weights
+            their own, as its input is detached
+        1   none: a frozen indexer, whose choice of keys has no derivative; in its warm-up
+            everything else
 
     method: of fine-tuning.
     """

@@ -53,7 +53,8 @@ class MatmulPrecision:
 
     Example:
         >>> from meshwright.models.quantisation import MatmulPrecision
-        >>> MatmulPrecision("fp8_e4m3", "e4m3 for gradients too", "fp8", "tensor", gradient="float8_e4m3fn").operand
+        >>> summary = "e4m3 for gradients too"
+        >>> MatmulPrecision("fp8_e4m3", summary, "fp8", "tensor", gradient="float8_e4m3fn").operand
         'float8_e4m3fn'
     """
 

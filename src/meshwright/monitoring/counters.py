@@ -113,7 +113,8 @@ enough that a clean run of weeks meets none, as far as the public reports of run
 
 XID_ADVICE = {
     13: "the program, or the GPU's memory: run it once more elsewhere",
-    31: "the program addressed memory that it does not have; another GPU shows whether it is the program",
+    31: "the program addressed memory that it does not have; another GPU shows whether it is the "
+    "program",
     48: "an uncorrectable memory error: reset the GPU, and replace it where it comes again",
     63: "a row was remapped: reset the GPU when the run has ended",
     64: "a row could not be remapped: replace the GPU",

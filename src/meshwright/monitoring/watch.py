@@ -2,7 +2,7 @@
 on each host reads the counters once a minute.
 
 host 0   process 0 --- read --- warnings --> events.jsonl, console
-host 1   process 8 --- read --- warnings --> key-value store --> process 0, and the console of its host
+host 1   process 8 --- read --- warnings --> key-value store --> process 0; console of its host
 """
 
 import contextlib

@@ -173,7 +173,8 @@ class Computation:
 
         matmul        the largest of FLOPs / rate, operands / HBM and launches, for each product
         attention     the largest of FLOPs / rate, scores / HBM and launches
-        elementwise   bytes / HBM of the residual stream, hidden features, attention by chunks, quantisation and sorting
+        elementwise   bytes / HBM of the residual stream, hidden features, attention by chunks,
+                      quantisation and sorting
 
     It prices this package's step.
     A subclass with other properties prices a step that is carried out otherwise.

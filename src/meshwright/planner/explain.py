@@ -352,7 +352,8 @@ def smaller_target(target: Target) -> Target | None:
         shape = slices_by_chips(interconnect).get(devices // target.chip.devices_per_chip)
         return None if shape is None else dataclasses.replace(target, topology=shape)
     _, each = target.topology
-    # Nodes like the target's, or full ones where those do not divide the devices, as 6 do not divide 8.
+    # Nodes like the target's, or full ones where those do not divide the devices,
+    # as 6 do not divide 8.
     for node in (each, interconnect.devices_per_node):
         if devices <= node:
             return dataclasses.replace(target, topology=(1, devices))

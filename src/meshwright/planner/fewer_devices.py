@@ -65,7 +65,8 @@ def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
         refused = "; ".join(dict.fromkeys(text.splitlines()[0] for text in found.refused.values()))
         truth = (
             refused
-            or f"no mesh of {devices} devices divides the batch of {run.training.batch} and the model"
+            or f"no mesh of {devices} devices divides the batch of {run.training.batch} and "
+            "the model"
         )
         raise ConfigError(
             asked, truth, "--restarts.hosts all, or a mesh and batch that more numbers divide"

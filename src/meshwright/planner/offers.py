@@ -324,7 +324,8 @@ class Offer(Brief):
     """A plan with what the whole training takes.
 
     Example:
-        >>> offers = mw.offers("llama3-8b", on="v5p:4x4x4,h100:64", tokens="1T", tokens_per_step="1M")
+        >>> machines = "v5p:4x4x4,h100:64"
+        >>> offers = mw.offers("llama3-8b", on=machines, tokens="1T", tokens_per_step="1M")
         >>> offers[0].days < offers[1].days, offers[0].dollars > 0
         (True, True)
     """

@@ -4,10 +4,10 @@ and the rates with which it predicts what a trace measured.
 matmuls: attention half          projections of queries, keys, values and outputs
 matmuls: feed-forward half       gate, up, down, experts, router
 matmuls: outside of the layers   unembedding
-attention kernel                 scores; part of the attention half where no fused kernel computes them
+attention kernel                 scores; of the attention half where no fused kernel computes them
 elementwise                      norms, residuals, rotary, optimizer
 exposed communication            collectives beside which nothing computes
-waiting for other devices        time in a collective that the last device to reach it does not spend
+waiting for other devices        time in a collective before the last device reaches it
 idle                             nothing runs: the host, its transfers, the pipeline's bubble
 """
 

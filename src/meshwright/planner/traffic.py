@@ -68,10 +68,10 @@ def movements(
 class Traffic:
     """Collectives of a device in a step, by what they are for.
 
-        pass              tensor        context        expert          weights           once a step
-        forward           activations   keys, values   rows, outputs   gather            loss, stages
-        recomputation     again         again          again           (with backward)
-        backward          gradients     gradients      gradients       gather, scatter   gradients of replicas
+        pass            tensor        context        expert          weights           once a step
+        forward         activations   keys, values   rows, outputs   gather            loss, stages
+        recomputation   again         again          again           (with backward)
+        backward        gradients     gradients      gradients       gather, scatter   replicas
 
     It describes this package's step.
     A subclass with other properties prices a step that is carried out otherwise.

@@ -177,6 +177,8 @@ class EventLog:
         self._path, self._step = file, 0
         self._file: Lines | None = None
         """Stays open: where the folder is gone, no other file is made in its place."""
+        self._end_of_torn = ""
+        """What ends the last line, of which a full disk has taken a part."""
         self._lock = threading.Lock()
         """Held while a line is written: the watch of the machine adds lines from its own thread."""
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -196,7 +198,8 @@ class EventLog:
             self._times.events.add(record)
             if self._file is None:
                 self._file = open_lines(self._path)
-            self._file.write(f"{line}\n".encode())
+            data = f"{self._end_of_torn}{line}\n".encode()
+            self._end_of_torn = "" if self._file.write(data) == len(data) else "\n"
         for listener in self.listeners:
             listener(record)
 

@@ -3,7 +3,8 @@ and a page marks the first outlier.
 
 For each number x of a step, with the same number in the last `WINDOW` steps:
 
-    m = median of ln x,   s = 1.4826 * median of |ln x - m|      (a normal deviation, of which half may be outliers)
+    m = median of ln x
+    s = 1.4826 * median of |ln x - m|   (a normal deviation, of which half may be outliers)
     x is an outlier where |ln x - m| > max(spreads * s, ln factor)
 
 They are `SPREADS` and `FACTOR`, or less for numbers that change little from step to step.

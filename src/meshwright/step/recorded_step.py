@@ -3,7 +3,7 @@ and the gradients of parameters.
 
 recording = record_step(device_run, params, step, batch)
 for name in recording.names:           # in the order of computation (models/recording.py)
-    recording.tensor(name)             # global array [B, T, ...], or a layer's row of a parameter's gradient
+    recording.tensor(name)             # [B, T, ...], or a layer's row of a parameter's gradient
     recording.pieces[name]             # what each device sent of it
 """
 

@@ -39,7 +39,8 @@ def path_of(location: str | Path) -> Path:
     a scheme other than `s3://` and `gs://`, a bucket without a name, and a path out of its bucket.
 
     Example:
-        >>> str(path_of("s3://bucket/runs/../old") / "mine"), path_of("runs/../mine") == Path.cwd() / "mine"
+        >>> bucket = path_of("s3://bucket/runs/../old")
+        >>> str(bucket / "mine"), path_of("runs/../mine") == Path.cwd() / "mine"
         ('s3://bucket/old/mine', True)
     """
     found = _SCHEME.match(str(location))

@@ -1,17 +1,18 @@
 """Alarms of a run: a command or a webhook of the user's is called when something is wrong.
 
-    events of the run ---------+
-    failure, verdict of hosts -+--> Alarms --> queue --> thread "alarms: sender" --> command, webhook
-    step and phase, each second+
+    events of the run ---------+              +--> thread "alarms: no step" ---> command, webhook
+    failure, verdict of hosts -+--> Alarms ---+--> thread "alarms: failed"  ---> command, webhook
+    step and phase, each second+              +--> ...
 
-The training never waits for it. A step that does not come is seen by a thread of process 0,
-whatever its main thread hangs in; a process that was stopped or killed is seen by its supervisor
-(`launching.supervise`).
+The training never waits for it, and no kind waits for the hook of another. A step that does not
+come is seen by a thread of process 0, whatever its main thread hangs in; a process that was stopped
+or killed is seen by its supervisor (`launching.supervise`).
 """
 
 import collections
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
 import os
@@ -29,7 +30,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from meshwright import last_words
 from meshwright.errors import ConfigError, MeshwrightError, reason_of
@@ -59,7 +60,7 @@ class AlarmOptions(Ranged, part="alarm"):
     (docs/faults.md#alarms)."""
 
     command: str = ""
-    """Command that is run for each alarm, with the document on its standard input.
+    """Command that is run for each alarm, with the document as a line on its standard input.
     It is not run by a shell."""
     webhook: str = ""
     """URL of yours to which the document is posted."""
@@ -123,7 +124,8 @@ class Alarms:
         self._options = options
         self._out = out
         self._claim = claim
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._senders: dict[str, _Sender] = {}
+        """Kind of an alarm -> its sender."""
         self._lock = threading.Lock()
         self._sent: dict[str, float] = {}
         """Kind of an alarm -> time of `time.monotonic` at which the last was sent."""
@@ -132,6 +134,8 @@ class Alarms:
 
     def tell(self, kind: str, text: str, **values: Any) -> None:
         """Sends an alarm, unless one of its kind was sent a short time ago. Returns at once."""
+        if not self._options.command and not self._options.webhook:
+            return
         document = {
             "alarm": kind,
             "text": text,
@@ -153,7 +157,10 @@ class Alarms:
                 return
             self._sent[kind] = now
             document["suppressed"] = self._suppressed.pop(kind, 0)
-        self._queue.put(document)
+            with contextlib.suppress(RuntimeError):  # this host starts no further thread
+                if kind not in self._senders:
+                    self._senders[kind] = _Sender(kind, self._send)
+                self._senders[kind].put(document)
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Takes an event of the run, and sends it where it is an alarm."""
@@ -169,9 +176,10 @@ class Alarms:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Sends in a thread while the context is open; waits a few seconds for the last."""
-        sender = threading.Thread(target=self._send_all, daemon=True, name="alarms: sender")
-        sender.start()
+        """Takes the alarms of this process while the context is open.
+
+        Waits a few seconds for the last.
+        """
         _running.append(self)
         try:
             yield
@@ -186,10 +194,19 @@ class Alarms:
             _running.remove(self)
             self._stopped.set()
             with contextlib.suppress(RuntimeError):
-                self._queue.put(None)
-                sender.join(_LAST)
-                if sender.is_alive():
-                    last_words.say(f"alarm: the last was not taken within {_LAST:g} s")
+                self.finish()
+
+    def finish(self) -> None:
+        """Waits a few seconds until the alarms are taken, and prints which are not."""
+        until = time.monotonic() + _LAST
+        with self._lock:
+            senders = list(self._senders.values())
+        for sender in senders:
+            sender.put(None)
+        late = [sender.kind for sender in senders if not sender.ends(until)]
+        if late:
+            kinds = ", ".join(map(repr, late))
+            last_words.say(f"alarm {kinds}: the last was not taken within {_LAST:g} s")
 
     @contextlib.contextmanager
     def watching(self, phases: Phases, record: Callable[..., None]) -> Iterator[None]:
@@ -217,18 +234,41 @@ class Alarms:
             with contextlib.suppress(RuntimeError):
                 watcher.join(2 * _PERIOD)
 
-    def _send_all(self) -> None:
+    def _send(self, document: dict[str, Any]) -> None:
+        kind = document["alarm"]
+        if not self._claim(kind):
+            last_words.say(
+                f"alarm {kind!r}: another host has sent one (--alarm.every {self._options.every:g})"
+            )
+            return
+        text = json.dumps(document).encode()
+        for name, failure in _call_hooks(self._options, text).items():
+            last_words.say(f"alarm {kind!r} was not taken by {name}: {failure}")
+
+
+class _Sender:
+    """Thread that sends the alarms of one kind in their order."""
+
+    def __init__(self, kind: str, send: Callable[[dict[str, Any]], None]):
+        """Starts the thread. Raises RuntimeError where this host starts none."""
+        self.kind = kind
+        self._send = send
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"alarms: {kind}")
+        self._thread.start()
+
+    def put(self, document: dict[str, Any] | None) -> None:
+        """Adds an alarm, or None after the last."""
+        self._queue.put(document)
+
+    def ends(self, until: float) -> bool:
+        """Waits until the last is sent; returns whether it was. until: time of `time.monotonic`."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
         while (document := self._queue.get()) is not None:
-            kind = document["alarm"]
-            if not self._claim(kind):
-                last_words.say(
-                    f"alarm {kind!r}: another host has sent one (--alarm.every "
-                    f"{self._options.every:g})"
-                )
-                continue
-            text = json.dumps(document).encode()
-            for name, failure in _send(self._options, text).items():
-                last_words.say(f"alarm {kind!r} was not taken by {name}: {failure}")
+            self._send(document)
 
 
 _running: list[Alarms] = []
@@ -241,30 +281,42 @@ def tell(kind: str, text: str, **values: Any) -> None:
         _running[-1].tell(kind, text, **values)
 
 
-def _send(options: AlarmOptions, document: bytes) -> dict[str, str]:
-    """Gives a document to command and webhook; returns why one of them did not take it."""
+def finish() -> None:
+    """Waits a few seconds for the last alarms of this process, which is about to end."""
+    if _running:
+        _running[-1].finish()
+
+
+def _call_hooks(options: AlarmOptions, document: bytes) -> dict[str, str]:
+    """Gives a document to command and webhook; returns why one of them did not take it.
+
+    The command is started first: it goes on by itself, while the webhook has its time.
+    """
     failures = {}
-    # The webhook first: it has the shorter limit, and a process that ends waits for few seconds.
+    command = _start(options.command, document) if options.command else None
     if options.webhook:
         failure = _post(options.webhook, document)
         if failure:
             # The path of a webhook is often a secret.
             host = urllib.parse.urlsplit(options.webhook).hostname
             failures[f"--alarm.webhook at {host}"] = failure
-    if options.command:
-        failure = _run_command(options.command, document)
+    if command is not None:
+        failure = command()
         if failure:
             failures[f"--alarm.command {options.command!r}"] = failure
     return failures
 
 
-def _run_command(command: str, document: bytes) -> str:
-    """Runs a command in a session of its own, which neither Ctrl-C nor our end reaches;
-    returns its failure, or ""."""
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
-        given.write(document)
-        given.seek(0)
-        try:
+def _start(command: str, document: bytes) -> Callable[[], str]:
+    """Starts a command in a session of its own, which neither Ctrl-C nor our end reaches.
+
+    Returns a function that waits for it and returns its failure, or "".
+    """
+    try:
+        with tempfile.TemporaryFile() as given, contextlib.ExitStack() as stack:
+            given.write(document + b"\n")
+            given.seek(0)
+            errors = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
                 shlex.split(command),
                 stdin=given,
@@ -272,8 +324,16 @@ def _run_command(command: str, document: bytes) -> str:
                 stderr=errors,
                 start_new_session=True,
             )
-        except OSError as error:
-            return reason_of(error)
+            stack.pop_all()  # `_wait` closes them
+    except OSError as error:
+        reason = reason_of(error)
+        return lambda: reason
+    return functools.partial(_wait, process, errors)
+
+
+def _wait(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
+    """Waits for a command; returns its failure, or "". errors: its standard error."""
+    with errors:
         try:
             code = process.wait(_COMMAND_LIMIT)
         except subprocess.TimeoutExpired:
@@ -285,7 +345,7 @@ def _run_command(command: str, document: bytes) -> str:
             return ""
         errors.seek(0)
         said = errors.read(4096).decode("utf-8", "replace").strip().splitlines()
-        return f"exit code {code}" + (f", {said[-1]}" if said else "")
+    return f"exit code {code}" + (f", {said[-1]}" if said else "")
 
 
 def _post(url: str, document: bytes) -> str:
@@ -317,8 +377,9 @@ class StepWatch:
         now: of `time.monotonic`."""
         step, phase, since = phases.place
         if self._began is None or step != self._step:
-            if self._began is not None and step == self._step + 1 and not self._told:
-                self._intervals.append(max(0.0, now - self._began - self._others))
+            if self._began is not None and step > self._step and not self._told:
+                seconds = max(0.0, now - self._began - self._others)
+                self._intervals.append(seconds / (step - self._step))
             self._step, self._began, self._others, self._told = step, now, 0.0, False
             self._looked = now
             return None

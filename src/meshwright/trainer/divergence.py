@@ -3,7 +3,8 @@ whose difference between two sources is more than rounding explains.
 
     first       embedding   layer 0, input   ...   token loss   gradient of token loss   ...
     reference   embedding   layer 0, input   ...
-    perturbed   embedding   layer 0, input   ...      the reference, its parameters changed by one unit in the last place
+    perturbed   embedding   layer 0, input   ...      the reference, its parameters changed by
+                                                      one unit in the last place
 
 A source yields (name, tensor): a recorded step on a mesh, of another checkout or on other devices,
 or another program that computes the same model. Sources are read together, so none of them has to

@@ -5,8 +5,9 @@ or beyond its history.
 
     not finite          the loss, a norm, or anything that is measured
     beyond its history  the rule of `reporters.outliers`, for loss, norms and figures of layers
-    seen before         a part of the batch has the tokens of one of the last steps of the same epoch
-    changed in between  the bits of a parameter or of a moment are not those that the step before has left
+    seen before         a part of the batch has the tokens of a recent step of the same epoch
+    changed in between  the bits of a parameter or of a moment are not those that the step before
+                        has left
 
 The figures of a step already say which layer and parameter is first, in the order of computation:
 parameters, then the forward pass up the layers, then gradients down the layers, then updates.
@@ -92,6 +93,8 @@ class Alarm:
     suspects: tuple[Suspect, ...]
     """In the order of computation;
     empty where only the loss or the global norm is beyond its history."""
+    closest: Suspect | None = None
+    """Number that came closest to its limit, where none is a suspect."""
 
 
 class Watch:
@@ -171,6 +174,11 @@ class Watch:
             return None
         self._quiet_until = step + _QUIET
         suspects = tuple(_suspects(record, beyond[2:], factors[2:]))
+        closest = None
+        if not suspects and record.values.size:
+            distances = np.where(_judged(record), np.abs(deviations[2:]), 0.0)
+            is_closest = np.arange(distances.size) == distances.argmax()
+            closest = next(_suspects(record, is_closest, factors[2:]))
         reasons = []
         if beyond[0]:
             times = f"{values[0]:.3g} times the median of the last {_RECENT}"
@@ -181,7 +189,7 @@ class Watch:
             )
         if not reasons:
             reasons.append(f"the {suspects[0]} is {suspects[0].what}")
-        return Alarm(step, "; ".join(reasons), True, suspects)
+        return Alarm(step, "; ".join(reasons), True, suspects, closest)
 
     def _repeated(self, step: int, record: HealthRecord) -> str:
         """Says which parts of the batch have been read before; "" where all are new."""

@@ -1,7 +1,7 @@
 """One step of a Hugging Face model on one device, forward and backward,
 of which one layer is in memory at a time.
 
-    forward     read layer 0, run it, drop it; read layer 1, ...      the input of every layer is kept
+    forward     read layer 0, run it, drop it; read layer 1, ...      every layer's input is kept
     loss        final norm, logits, loss
     backward    read layer L-1, run it again, differentiate it, drop it; read layer L-2, ...
 

@@ -1,8 +1,8 @@
 """A run's first step compared with that of another program, or on other devices, tensor by tensor.
 
     a folder with src/meshwright       another commit, by this Python
-    a folder with bin/python           another environment: another JAX, and its Meshwright if it has one
-    devices                            the same program with every device's part computed by its neighbor
+    a folder with bin/python           another environment, with its Meshwright if it has one
+    devices                            the same program, each part computed by the next device
     transformers                       another program for the model of a Hugging Face folder
 
 The run is that of `parity`: float32, and gradients before they are clipped. The other commit or
@@ -137,7 +137,8 @@ def tensors_of(arrays: dict[str, np.ndarray]) -> list[tuple[TensorName, np.ndarr
         if of not in ("forward", "backward", "parameters"):
             continue
         layer, _, name = rest.partition("|")
-        found.append((TensorName(of, name, int(layer) if layer else None), array))  # type: ignore[arg-type]
+        index = int(layer) if layer else None
+        found.append((TensorName(of, name, index), array))  # type: ignore[arg-type]
     return sorted(found, key=lambda pair: (pair[0].order, pair[0]))
 
 

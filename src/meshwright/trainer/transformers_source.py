@@ -5,10 +5,11 @@ with one layer in float32 at a time.
 called. Each layer's parameters become float32 for the layer's turn only. The tensors inside of a
 layer are found by the names that `transformers` gives its modules:
 
-    layer(hidden_states)                                            input
-      input_layernorm -> self_attn(h)                               attention input, attention output
-      x + ... -> post_attention_layernorm -> mlp(h)                 attention residual, feed-forward input and output
-                                                                    output
+    layer(hidden_states)                   input
+      input_layernorm -> self_attn(h)      attention input, attention output
+      x + ... -> post_attention_layernorm  attention residual
+              -> mlp(h)                    feed-forward input, feed-forward output
+                                           output
 """
 
 import contextlib
@@ -283,7 +284,8 @@ class _Step:
             capture.input_of(feed_forward, "feed-forward input")
         adds = feed_forward
         if _child(module, (_SHARED,)) not in (None, feed_forward):
-            adds = None  # a module beside the experts computes the shared one: the half's output is their sum
+            # Another module computes the shared expert: the output of the half is the sum of both.
+            adds = None
         if block.normalises_outputs:
             adds = _child(module, _NORM_AFTER_MLP)
         if adds is not None:

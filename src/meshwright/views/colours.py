@@ -66,9 +66,11 @@ def css_variables() -> str:
     return (
         f":root{{--turns:{' '.join(map(str, TURNS))}}}\n"
         f":root{{color-scheme:light;{light}}}\n"
-        f"@media(prefers-color-scheme:dark){{:root:not([data-theme=light]){{color-scheme:dark;{dark}}}}}\n"
+        "@media(prefers-color-scheme:dark)"
+        f"{{:root:not([data-theme=light]){{color-scheme:dark;{dark}}}}}\n"
         f":root[data-theme=dark]{{color-scheme:dark;{dark}}}\n"
-        f"@media print{{:root,:root[data-theme=dark],:root:not([data-theme=light]){{color-scheme:light;{light}}}}}\n"
+        "@media print{:root,:root[data-theme=dark],:root:not([data-theme=light])"
+        f"{{color-scheme:light;{light}}}}}\n"
     )
 
 

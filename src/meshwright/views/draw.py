@@ -377,7 +377,8 @@ class PictureRow:
 
     def _repr_html_(self) -> str:
         cells = "".join(f"<div>{picture.svg()}</div>" for picture in self.pictures)
-        return f'<div style="display:flex;flex-wrap:wrap;gap:1.2rem;align-items:flex-start">{cells}</div>'
+        style = "display:flex;flex-wrap:wrap;gap:1.2rem;align-items:flex-start"
+        return f'<div style="{style}">{cells}</div>'
 
     def __str__(self) -> str:
         return "\n".join(str(picture) for picture in self.pictures)
@@ -564,7 +565,8 @@ def draw(
         >>> import jax
         >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
         >>> mesh = AbstractMesh((2, 2), ("fsdp", "tensor"))
-        >>> w = jax.ShapeDtypeStruct((8, 6), "float32", sharding=NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
+        >>> sharding = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+        >>> w = jax.ShapeDtypeStruct((8, 6), "float32", sharding=sharding)
         >>> print(mw.draw(w, "w", "DF"))
         w[D/fsdp, F/tensor]  8 x 6
         rows D/fsdp, columns F/tensor
@@ -630,9 +632,8 @@ def local_view(x: jax.Array, name: str = "") -> PanelPicture:
     Example:
         >>> import jax
         >>> from jax.sharding import Mesh, PartitionSpec
-        >>> @jax.shard_map(
-        ...     mesh=Mesh(jax.devices()[:1], ("data",)), in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
-        ... )
+        >>> mesh = Mesh(jax.devices()[:1], ("data",))
+        >>> @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
         ... def total(x):
         ...     print(mw.local_view(x, "x").title)
         ...     return jax.lax.psum(x.sum(), "data")

@@ -75,7 +75,8 @@ class Report:
     """Title, sections and what is around them.
 
     Example:
-        >>> report = Report("Two and two", [Section("Sum", [Text(["2 + 2 = 4"])])], topic="arithmetic")
+        >>> section = Section("Sum", [Text(["2 + 2 = 4"])])
+        >>> report = Report("Two and two", [section], topic="arithmetic")
         >>> report.html().startswith("<!doctype html>")
         True
         >>> print(report)

@@ -43,8 +43,10 @@ class Wrapped(Model):
 
     Example:
         >>> import jax.numpy as jnp, numpy as np
-        >>> model = mw.wrap({"w": jnp.zeros((4, 2))}, lambda p, b: ((b["x"] @ p["w"] - b["y"]) ** 2).mean(),
-        ...                 lambda step: {"x": np.ones((8, 4), "f"), "y": np.ones((8, 2), "f")})
+        >>> def loss(params, batch):
+        ...     return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+        >>> batches = lambda step: {"x": np.ones((8, 4), "f"), "y": np.ones((8, 2), "f")}
+        >>> model = mw.wrap({"w": jnp.zeros((4, 2))}, loss, batches)
         >>> run = model.run(mesh="fsdp=8", steps=3, learning_rate=0.1)
         >>> mw.train(run, out=tmp / "wrapped", progress="none", cache=tmp).steps
         3
@@ -247,7 +249,8 @@ def wrap(
         >>> import flax.linen as nn, jax.numpy as jnp, numpy as np
         >>> batches = lambda step: {"x": np.ones((8, 4), "f"), "y": np.zeros(8, int)}
         >>> def loss(model, batch):
-        ...     return -jnp.take_along_axis(jax.nn.log_softmax(model(batch["x"])), batch["y"][:, None], 1).mean()
+        ...     log_probs = jax.nn.log_softmax(model(batch["x"]))
+        ...     return -jnp.take_along_axis(log_probs, batch["y"][:, None], 1).mean()
         >>> sorted(mw.wrap(nn.Dense(3), loss, batches).params())
         ['bias', 'kernel']
     """

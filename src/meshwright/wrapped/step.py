@@ -581,7 +581,8 @@ def _compare_halves(device_run: DeviceRun, batch: Any, count: int) -> str:
             "the loss is over each device's examples, as mw.wrap(local_batch=True) has it: "
             f"{figures}"
         )
-    fix = 'x = jax.lax.all_gather(x, ("data", "fsdp"), tiled=True) in the loss, for what it compares or averages'
+    gather = 'x = jax.lax.all_gather(x, ("data", "fsdp"), tiled=True)'
+    fix = f"{gather} in the loss, for what it compares or averages"
     if device_run.run.training.microbatches > 1:
         fix += ", with --training.microbatches 1"
     raise ConfigError(

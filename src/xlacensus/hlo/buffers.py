@@ -168,8 +168,9 @@ def _estimated_buffers(clock: _Clock, instructions: Iterable[Instruction]) -> It
 
 
 _NO_MEMORY = re.compile(
-    "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all|partition-id|replica-id"
-    "|opt-barrier|(copy|all-gather|all-reduce|collective-permute|async|call)-done|(async|call)-update"
+    "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all"
+    "|partition-id|replica-id|opt-barrier"
+    "|(copy|all-gather|all-reduce|collective-permute|async|call)-done|(async|call)-update"
 )
 """Opcodes whose result takes no memory of its own."""
 

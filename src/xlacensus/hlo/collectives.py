@@ -70,7 +70,8 @@ def collective_in(instruction: Instruction) -> Instruction | None:
 
 
 COLLECTIVE_TEXT = re.compile(
-    r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
+    r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
+    r"(?:-start)?\("
     r"|\b(?:replica_groups|source_target_pairs)=|_xla_megascale_transfer_type|OFFLOAD_COLLECTIVE"
     r'|"has_communication":true|nccl|nvshmem|mpi_all',
     re.IGNORECASE,

@@ -41,8 +41,9 @@ class KernelWork:
 _MOSAIC, _TRITON = "tpu_custom_call", "__gpu$xla.gpu.triton"
 """Targets of Pallas kernels, whose own name is in the scope of the call."""
 _HINTS = re.compile(
-    "AllocateBuffer|ConcatBitcast|Sharding|AssumeGatherIndicesInBound|SPMDFullToShardShape|SPMDShardToFullShape"
-    "|LayoutConstraint|annotate_device_placement|MoveToHost|MoveToDevice|PinToDevice|X64SplitLow|X64SplitHigh"
+    "AllocateBuffer|ConcatBitcast|Sharding|AssumeGatherIndicesInBound"
+    "|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint|annotate_device_placement"
+    "|MoveToHost|MoveToDevice|PinToDevice|X64SplitLow|X64SplitHigh"
     "|X64Combine|AsyncCollectiveStart|AsyncCollectiveDone"
 )
 """Targets of custom calls that cost nothing."""

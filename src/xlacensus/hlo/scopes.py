@@ -11,8 +11,8 @@ what rematerialisation computes again, the backward pass, the rest."""
 
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(|\)")
 _JAX_INTERNAL = re.compile(
-    "while|body|cond|scan|checkpoint|remat2?|rematted_computation|shard_map|pjit|closed_call|core_call|eval_jaxpr"
-    "|custom_jvp_call|custom_vjp_call(_jaxpr)?"
+    "while|body|cond|scan|checkpoint|remat2?|rematted_computation|shard_map|pjit"
+    "|closed_call|core_call|eval_jaxpr|custom_jvp_call|custom_vjp_call(_jaxpr)?"
 )
 _COMBINED = re.compile(r"/\((?P<names>[^()]+)\)$")
 """End of the name of an operation that XLA made of several: `(a/psum:b/psum)`."""

@@ -17,7 +17,7 @@ affine in the state S before it, A S + B, and devices gather A and B of all segm
 those before their own:
 
     segment       0            1                   2
-    A, B          A0, B0       A1, B1              A2, B2        computed from its own chunks, then gathered
+    A, B          A0, B0       A1, B1              A2, B2        of its own chunks, then gathered
     state before  0            B0                  A1 B0 + B1
 """
 
@@ -329,8 +329,8 @@ def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
 
     Of a chunk with keys K, queries Q, values V, rates b and log decays g, let
 
-        D_ij = exp(g_{j+1} + ... + g_i)     where j <= i are tokens of one document, and 0 elsewhere
-        d_i  = exp(g_1 + ... + g_i)         where i is of the document before the chunk, and 0 elsewhere
+        D_ij = exp(g_{j+1} + ... + g_i)   where j <= i are tokens of one document, and 0 elsewhere
+        d_i  = exp(g_1 + ... + g_i)       where i is of the document before the chunk, 0 elsewhere
         A    = (I + strictly lower part of diag(b) (K K' * D))^-1
 
     Where each channel h of a key has a decay of its own (arXiv:2510.26692, section 3), D and d have
@@ -362,7 +362,11 @@ def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
 def _pass_chunk(states: jax.Array, chunk: Chunks) -> tuple[jax.Array, jax.Array]:
     """Returns the states after a chunk and its output, [N, B, G, C, value size].
 
-    With the state S before it:  X = U - W S;  out = diag(d) Q S + (Q K' * D) X;  S <- kept S + (decayed K)' X
+    With the state S before it:
+
+        X   = U - W S
+        out = diag(d) Q S + (Q K' * D) X
+        S  <- kept S + (decayed K)' X
     """
     values = chunk.corrections - chunk.read_keys @ states
     out = chunk.read_queries @ states + chunk.scores @ values

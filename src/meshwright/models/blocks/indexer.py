@@ -3,7 +3,9 @@ the keys of each query.
 
 With the normalised input h, the latent of queries c_q and few heads of its own:
 
-    q = c_q index_query;  k = layer_norm(h index_key), one key for all heads;  weights = h index_weights
+    q = c_q index_query
+    k = layer_norm(h index_key), one key for all heads
+    weights = h index_weights
     I[t, s] = sum over heads of weights[t] * relu(rope(q)[t] . rope(k)[s])
 
 Attention sees the `top_k` keys with the highest I. Every device of `tensor` has the complete

@@ -31,7 +31,8 @@ class Deepseek(LatentWidths, DenseLayersFirst):
     """Configuration of a mixture of experts with multi-head latent attention.
 
     Example:
-        >>> model = mw.Deepseek(vocab=32000, width=512, layers=8, heads=8, experts=16, dense_layers=1)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 8, "heads": 8}
+        >>> model = mw.Deepseek(**sizes, experts=16, dense_layers=1)
         >>> attention = model.spec().layers[0].attention
         >>> attention.head_size, attention.value_size, attention.latent.cached
         (48, 32, 80)

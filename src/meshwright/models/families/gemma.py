@@ -4,8 +4,9 @@ one global, norms before and after each half.
 One layer, model width D, N query heads and K key/value heads of size H, feed-forward width F; every
 norm is RMSNorm with the scale 1 + w:
 
-    x += norm(row_parallel(attention(norm(column_parallel(h q)), norm(column_parallel(h k)), h v) o)),  h = norm(x)
-    x += norm(row_parallel((gelu(column_parallel(h gate)) * column_parallel(h up)) down)),              h = norm(x)
+    h = norm(x) x += norm(row_parallel(attention(norm(column_parallel(h q)), norm(column_parallel(h
+    k)), h v) o)) h = norm(x) x += norm(row_parallel((gelu(column_parallel(h gate)) *
+    column_parallel(h up)) down))
 
 Local layers attend within a sliding window. In Gemma 3 they have rotary frequencies of their own,
 in Gemma 2 attention scores and logits have a soft cap, and queries and keys no norm.

@@ -28,7 +28,8 @@ class Gemma4(RoutedExperts, GroupedQuery):
     """Configuration of a Gemma 4 decoder.
 
     Example:
-        >>> model = mw.Gemma4(vocab=32000, width=512, layers=6, heads=8, kv_heads=4, global_kv_heads=2)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 6, "heads": 8}
+        >>> model = mw.Gemma4(**sizes, kv_heads=4, global_kv_heads=2)
         >>> [layer.attention.head_size for layer in model.spec().layers]
         [64, 64, 64, 64, 64, 512]
     """

@@ -19,7 +19,8 @@ class Glm4Moe(DenseLayersFirst, PartialRotary):
     """Configuration of a GLM-4.5 decoder.
 
     Example:
-        >>> model = mw.Glm4Moe(vocab=32000, width=512, layers=8, heads=8, experts=16, dense_layers=1)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 8, "heads": 8}
+        >>> model = mw.Glm4Moe(**sizes, experts=16, dense_layers=1)
         >>> [layer.stack for layer in model.spec().layers[:3]]
         ['dense_blocks', 'blocks', 'blocks']
     """

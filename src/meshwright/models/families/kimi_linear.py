@@ -29,7 +29,8 @@ class KimiLinear(LatentWidths, DenseLayersFirst):
     """Configuration of a Kimi Linear decoder.
 
     Example:
-        >>> model = mw.KimiLinear(vocab=32000, width=512, layers=4, heads=8, experts=16, dense_layers=1)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 4, "heads": 8}
+        >>> model = mw.KimiLinear(**sizes, experts=16, dense_layers=1)
         >>> [layer.stack for layer in model.spec().layers]
         ['linear_dense_blocks', 'linear_blocks', 'linear_blocks', 'blocks']
     """

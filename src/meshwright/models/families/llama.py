@@ -3,8 +3,10 @@
 
 One layer, model width D, N query heads and K key/value heads (GQA) of size H, SwiGLU of width F:
 
-    h = rms_norm(x);  x += row_parallel(attention(column_parallel(h q, h k, h v)) o)
-    h = rms_norm(x);  x += row_parallel((silu(column_parallel(h gate)) * column_parallel(h up)) down)
+    h = rms_norm(x)
+    x += row_parallel(attention(column_parallel(h q, h k, h v)) o)
+    h = rms_norm(x)
+    x += row_parallel((silu(column_parallel(h gate)) * column_parallel(h up)) down)
 """
 
 import dataclasses

@@ -26,7 +26,8 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
     """Configuration of a Llama 4 decoder; `mlp` is the width of the dense layers.
 
     Example:
-        >>> model = mw.Llama4(vocab=32000, width=512, layers=4, heads=8, kv_heads=2, experts=16, expert_interval=2)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 4, "heads": 8, "kv_heads": 2}
+        >>> model = mw.Llama4(**sizes, experts=16, expert_interval=2)
         >>> [(layer.stack, layer.attention.chunk) for layer in model.spec().layers]
         [('dense_blocks', 8192), ('blocks', 8192), ('dense_blocks', 8192), ('blocks', None)]
     """

@@ -219,7 +219,10 @@ class _KeyBlock(NamedTuple):
 # for each visible pair of blocks
 #
 #   S = cap(Q_i K_j^T / sqrt(H)),  P = exp(S - lse_i),  D_i = rowsum(dO_i * O_i)
-#   dV_j += P^T dO_i,  dS = P * (dO_i V_j^T - D_i),  dQ_i += dS K_j / sqrt(H),  dK_j += dS^T Q_i / sqrt(H)
+#   dS = P * (dO_i V_j^T - D_i)
+#   dV_j += P^T dO_i
+#   dQ_i += dS K_j / sqrt(H)
+#   dK_j += dS^T Q_i / sqrt(H)
 #
 # where dS is multiplied by the derivative of the cap, if there is one.
 def _backward(

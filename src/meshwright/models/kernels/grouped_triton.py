@@ -50,7 +50,7 @@ def _columns(tiles_of_rows: int, columns: int) -> int:
 # begin at the expert's first + j block.
 #
 #   rows_E = [130, 0, 70], block = 128    tile     0    1    2    3...
-#                                         expert   0    0    2    3 (rows of no expert, then empty tiles)
+#                                         expert   0    0    2    3 (no expert, then empty tiles)
 #                                         start    0  128  130  200
 #                                         end    128  130  200  ...
 def _tiles(rows_E: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
