@@ -172,7 +172,7 @@ _BLOCK = re.compile(r'block_(\w+)\\*": (\d+)')
 _FIELDS = {"fwd": ("q", "kv", "kv_compute"), "dq": ("q_dq", "kv_dq", "kv_dq")}
 _BACKWARD_FIELDS = ("q_dkv", "kv_dkv", "kv_dkv_compute")
 _ONLY_TOKAMAX = "use_experimental_scheduler"
-"""What tokamax's kernels state of themselves beside their blocks, and JAX's, of the same names, do not."""
+"""What tokamax's kernels state of themselves, and JAX's of the same names do not."""
 
 
 def kernel_of(instruction: Instruction, chip: str) -> KernelBundles | None:

@@ -52,8 +52,8 @@ class SplashLibrary:
     """`(kernel, [q, k, v], documents of the queries, of the keys)`, each of one sequence
     -> output [N, T, H] and log-sum-exp [N, T]."""
     differentiate: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    """`(kernel, [q, k, v], (documents of the queries, of the keys), output, log-sum-exp, gradient of
-    the output)` -> gradients of queries, keys and values.
+    """`(kernel, [q, k, v], (documents of the queries, of the keys), output, log-sum-exp, gradient
+    of the output)` -> gradients of queries, keys and values.
 
     A library's own derivative takes output and log-sum-exp of the same pair of chunks; chunks need
     those over all keys, so its backward function is called with them as residuals.
@@ -290,7 +290,8 @@ def _differentiate_jax(
 
 
 def _gradient_copies_jax(blocks_of_keys: int) -> int:
-    """`SplashLibrary.gradient_copies` of JAX's: one of each block of keys is read, the sum written."""
+    """`SplashLibrary.gradient_copies` of JAX's: one of each block of keys is read,
+    and their sum written."""
     return blocks_of_keys + 1
 
 

@@ -107,5 +107,6 @@ TOKAMAX_SPLASH = SplashLibrary(
 
 
 def tokamax_splash_kernels(block: int | None, interpret: Any = False) -> Kernels:
-    """Returns tokamax's splash attention with blocks of at most `block` tokens, None the fastest."""
+    """Returns tokamax's splash attention with blocks of at most `block` tokens,
+    None the fastest."""
     return splash_kernels_of("tokamax_splash", SplashOptions(TOKAMAX_SPLASH, block, 1, interpret))
