@@ -548,9 +548,13 @@ def _weights(layout: ModelLayout) -> tuple[tuple[str, Any, Any, float], ...]:
         for path, p, where in layout.leaves
         if "L" in p.dims and path[:10] != "reference."
     ]
-    over = [layout.shape.over(axes_of(where.in_use)) * p.logical_shape[0] for _, p, where in leaves]
+    rows_on_devices = [
+        p.shape[0] * layout.shape.over(axes_of(where.in_use)) / layout.shape.stage
+        for _, p, where in leaves
+    ]
     return tuple(
-        (*leaf, leaf[1].size * layout.shape.stage / n) for leaf, n in zip(leaves, over, strict=True)
+        (path, p, where, p.size / rows)
+        for (path, p, where), rows in zip(leaves, rows_on_devices, strict=True)
     )
 
 
@@ -562,7 +566,7 @@ def _gathered_elements(layout: ModelLayout) -> tuple[float, float]:
     for path, _, _, elements in _weights(layout):
         one_layer[path.partition(".")[0]] += elements
     all_layers = (
-        sum(elements * p.logical_shape[0] for _, p, _, elements in _weights(layout))
+        sum(elements * p.shape[0] for _, p, _, elements in _weights(layout))
         / layout.shape.stage
     )
     return max(one_layer.values(), default=0.0), all_layers

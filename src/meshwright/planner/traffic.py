@@ -390,6 +390,11 @@ def _gathers(
     """Yields the axes of each all-gather of a parameter,
     and its elements on a device afterwards."""
     elements = math.prod(p.shape) / layout.shape.over(axes_of(placements.at_rest))
+    if p.order is not None:
+        # Of a pipeline's stack only layers are gathered, not the rows that pad each stage to the
+        # longest: 3 dense layers over 16 stages have 48 rows. The busiest stage is priced.
+        layers = p.logical_shape[0] / p.shape[0]
+        elements *= layers * layout.shape.stage * layout.stages.busiest_fraction
     gathers = [
         rest[len(use) :]
         for rest, use in zip(placements.at_rest, placements.in_use, strict=True)

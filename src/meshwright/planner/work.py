@@ -165,7 +165,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     on the stage with the most layers' cost."""
     shape = layout.shape
     spec = layout.spec
-    fraction = max(layout.stages.cost_fraction(stage) for stage in range(shape.stage))
+    fraction = layout.stages.busiest_fraction
     routed = tokens / layout.routed_parts
     layers = (*spec.layers, *spec.further)
     experts = _experts_by_stack(layout)

@@ -97,6 +97,11 @@ class StageAssignment(PartMap):
             self.layer_costs
         )
 
+    @functools.cached_property
+    def busiest_fraction(self) -> float:
+        """Fraction of the layers' cost that the stage with the most has."""
+        return max(self.cost_fraction(stage) for stage in range(self.stages))
+
     def rows(self, layers: Sequence[int]) -> np.ndarray:
         """Returns the layer in each row of a stack, int32 [stages, virtual_stages, rows].
 
