@@ -206,16 +206,7 @@ class Generator(Brief):
         with rotary positions a note on standard error tells that they are longer than those it was
         trained on.
         """
-        if max_tokens < 1 or not prompts:
-            raise ConfigError(
-                f"{max_tokens} tokens after {len(prompts)} prompts",
-                "there is at least one of each",
-                "--max-tokens 1",
-            )
-        if isinstance(stop, str) or "" in stop:
-            raise ConfigError(
-                f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\\n\\n"]'
-            )
+        _check_request(len(prompts), max_tokens, stop)
         sampling = sampling or Sampling()
         encoded = [self.encode(prompt) for prompt in prompts]
         began = time.perf_counter()
@@ -229,8 +220,9 @@ class Generator(Brief):
             last = time.perf_counter()
             if number == 0:
                 first = last
+            final = tokens.shape[1] >= max_tokens
             for row, text in enumerate(texts):
-                added = text.add(tokens[row], logprobs[row], final=tokens.shape[1] >= max_tokens)
+                added = text.add(tokens[row], logprobs[row], final=final)
                 if added and on_text is not None:
                     on_text(row, added)
             if all(text.ended for text in texts):
@@ -292,6 +284,20 @@ class Generator(Brief):
             state = decoder.decode(state, sampling, self._stops, piece)
             left -= piece
             yield state
+
+
+def _check_request(prompts: int, max_tokens: int, stop: Sequence[str]) -> None:
+    """Raises ConfigError for no prompts, no tokens, and stops that are not texts."""
+    if max_tokens < 1 or not prompts:
+        raise ConfigError(
+            f"{max_tokens} tokens after {prompts} prompts",
+            "there is at least one of each",
+            "--max-tokens 1",
+        )
+    if isinstance(stop, str) or "" in stop:
+        raise ConfigError(
+            f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\n\n"]'
+        )
 
 
 class _Text:

@@ -249,10 +249,14 @@ def _backward(
         return update(sums[0], i, g_q), update(sums[1], j, g_keys)
 
     g_q, g_keys = blocks.loop(add, _full_like((q, key_blocks), zero))
-    g_k = g_keys.k.swapaxes(0, 1).reshape(keys.k_BSKH.shape)
-    g_v = g_keys.v.swapaxes(0, 1).reshape(keys.v_BSKH.shape)
-    g_q = (g_q * scale).swapaxes(0, 1).reshape(queries.q_BTNH.shape)
-    return g_q, g_k, g_v
+    g_k = _in_order(g_keys.k, keys.k_BSKH)
+    g_v = _in_order(g_keys.v, keys.v_BSKH)
+    return _in_order(g_q * scale, queries.q_BTNH), g_k, g_v
+
+
+def _in_order(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    """Joins blocks of tokens [blocks, B, ...] into an array of another's shape, [B, T, ...]."""
+    return blocks.swapaxes(0, 1).reshape(like.shape)
 
 
 def _full_like(tree: Any, value: jax.Array) -> Any:
