@@ -220,11 +220,7 @@ class Generator(Brief):
             last = time.perf_counter()
             if number == 0:
                 first = last
-            final = tokens.shape[1] >= max_tokens
-            for row, text in enumerate(texts):
-                added = text.add(tokens[row], logprobs[row], final=final)
-                if added and on_text is not None:
-                    on_text(row, added)
+            _add_tokens(texts, tokens, logprobs, max_tokens, on_text)
             if all(text.ended for text in texts):
                 break
         memory = decoder.memory()
@@ -270,8 +266,11 @@ class Generator(Brief):
         logprobs_BT, greedy_BT = (np.concatenate(parts, 1) for parts in zip(*scores, strict=True))
         # What slot s scores is the token in slot s + 1.
         end = decoder.end - 1 - first_slot
-        rows = [(row, slice(end - len(text) + 1, end)) for row, text in enumerate(encoded)]
-        return [(logprobs_BT[where], greedy_BT[where]) for where in rows]
+        results = []
+        for row, text in enumerate(encoded):
+            start = end - len(text) + 1
+            results.append((logprobs_BT[row, start:end], greedy_BT[row, start:end]))
+        return results
 
     def _pieces(
         self, decoder: Decoder, encoded: Sequence[np.ndarray], max_tokens: int, sampling: Sampling
@@ -298,6 +297,21 @@ def _check_request(prompts: int, max_tokens: int, stop: Sequence[str]) -> None:
         raise ConfigError(
             f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\n\n"]'
         )
+
+
+def _add_tokens(
+    texts: "Sequence[_Text]",
+    tokens_BT: np.ndarray,
+    logprobs_BT: np.ndarray,
+    max_tokens: int,
+    on_text: OnText | None,
+) -> None:
+    """Gives each text its tokens so far, and `on_text` what can be shown of them."""
+    final = tokens_BT.shape[1] >= max_tokens
+    for row, text in enumerate(texts):
+        added = text.add(tokens_BT[row], logprobs_BT[row], final=final)
+        if added and on_text is not None:
+            on_text(row, added)
 
 
 class _Text:
