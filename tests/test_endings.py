@@ -217,6 +217,13 @@ def test_the_host_that_waits_for_no_other_is_blamed(kind: str) -> None:
     assert (verdict(found, Watchdog(stall=60), 100.0) or "").startswith(f"process {blamed} ")
 
 
+def test_where_all_hosts_wait_alike_none_is_named() -> None:
+    found = verdict({i: sign(i, 6, "step", EVERYBODY) for i in range(3)}, Watchdog(stall=60), 100.0)
+    assert found is not None and found.startswith("all 3 processes wait alike, so none is named")
+    later = {0: sign(0, 6, "step", EVERYBODY), 1: sign(1, 7, "step", EVERYBODY)}
+    assert (verdict(later, Watchdog(stall=60), 100.0) or "").startswith("process 0 ")
+
+
 def test_a_process_that_was_stopped_itself_says_so(tmp_path: Path) -> None:
     watch = _Watch(tmp_path, Phases(), Watchdog(silence=6), None)
     now = watch.judged_at

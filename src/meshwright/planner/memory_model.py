@@ -727,6 +727,7 @@ def _unnamed_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> flo
     normalised = sum(layer.halves * layer.normalises_outputs for layer in layers) / len(layers)
     two = sum(layer.has_two_feed_forwards for layer in layers) / len(layers)
     kept += (normalised + 2 * two) * work.width / tensor + work.widths.kept
+    kept += _adapter_elements(placed)
     experts = [layer.experts for layer in layers if layer.experts is not None]
     if experts:
         # The router reads its input, and returns its logits and their softmax, in float32.
@@ -764,10 +765,38 @@ def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) ->
         scaled = sum(layer.scales_rows for layer in layers) / len(layers)
         rows = _second_fraction(placed) * work.expert_rows / work.tokens
         elements += (1 + scaled) * rows * work.width
-    # What is saved beside frozen weights has each array once, in whatever shape it is read.
-    if inputs.projected and not computes_weights_again(placed):
-        elements += work.widths.value
+    if inputs.projected:
+        elements += _projected_elements(placed, work)
     return elements
+
+
+def _projected_elements(placed: PlacedRun, work: Work) -> float:
+    """Elements per token that the projection out of a layer's first half reads besides its named
+    output.
+
+    What is saved beside frozen weights has each array once, in whatever shape it is read, so the
+    projection out of attention reads the named output. That of a recurrence is normalised and gated
+    first, which makes another array.
+    """
+    if not computes_weights_again(placed):
+        return work.widths.value
+    spec = placed.layout.spec
+    recurrent = [layer for layer in spec.layers if layer.recurrence is not None]
+    tensor = placed.layout.shape.tensor
+    return sum(layer.widths(spec.width, tensor).value for layer in recurrent) / len(spec.layers)
+
+
+def _adapter_elements(placed: PlacedRun) -> float:
+    """Elements per token of the products of a layer's inputs with A of its adapters, as wide as
+    their rank, on a device."""
+    if placed.run.finetune.method != "lora":
+        return 0.0
+    ranks = 0.0
+    for _, param, _ in placed.layout.leaves:
+        if param.role == "adapter" and param.dims.endswith("U"):
+            layers, rank = param.shape[0], param.shape[-1]
+            ranks += layers * rank
+    return ranks / len(placed.layout.spec.layers)
 
 
 def offloaded_bytes(placed: PlacedRun, work: Work) -> float:

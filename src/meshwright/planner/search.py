@@ -452,22 +452,24 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
         if idle is not None and shape not in include:
             refused[str(shape)] = idle
             continue
-        without_bubble: dict[tuple[int, str, str], float] = {}
+        without_bubble: dict[tuple[str, int, str], float] = {}
         tried = runs if shape.stage > 1 else runs[:1]
         for scheduled in itertools.chain.from_iterable(
             candidate_schedules(run, shape) for run in tried
         ):
-            # More virtual stages make the bubble smaller, and nothing else.
-            schedule = (
-                scheduled.training.microbatches,
-                scheduled.training.pipeline_schedule,
-                scheduled.layout,
-            )
-            if shape not in include and without_bubble.get(schedule, 0.0) > fastest:
+            # Of the schedules that are always tried 1F1B comes first. The others, and more virtual
+            # stages, make the bubble smaller and nothing else, so none is below 1F1B without a
+            # bubble. Tabulating a schedule takes longer than pricing it.
+            schedule = scheduled.training.pipeline_schedule
+            schedule = "" if schedule in SCHEDULES_TRIED else schedule
+            pipeline = (schedule, scheduled.training.microbatches, scheduled.layout)
+            if shape not in include and without_bubble.get(pipeline, 0.0) > fastest:
                 continue
             limit = math.inf if shape in include else fastest * _SLOWER
             found = _best_of_mesh(scheduled, target, refused, limit)
-            without_bubble[schedule] = found.without_bubble
+            without_bubble[pipeline] = min(
+                found.without_bubble, without_bubble.get(pipeline, math.inf)
+            )
             priced += found.priced
             if found.best is not None:
                 plans.append(found.best)

@@ -8,11 +8,11 @@ pipeline schedule, is chosen before (planner/search.py).
 
 import dataclasses
 import functools
-import importlib.metadata
 import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import jaxlib.version
 
 from meshwright.comm.hierarchical import Axes, DcnAxis
 from meshwright.comm.ragged import MOST_RANKS, most_ranks
@@ -212,7 +212,7 @@ class Settled(PlacedRun):
         if not self._on_known_gpu:
             return
         ranks = self._exchange_ranks
-        version = importlib.metadata.version("jaxlib")
+        version = jaxlib.version.__version__
         most = most_ranks(version)
         if ranks <= most:
             return
