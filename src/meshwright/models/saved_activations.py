@@ -109,7 +109,7 @@ class _SplitVjp:
 
 
 class _Dependence:
-    """What of a program depends on some of its variables, and what can be computed without them."""
+    """Dependence of a program's equations on some of its variables."""
 
     def __init__(self, jaxpr: Any, variables: Sequence[Any]) -> None:
         self._dependent = set(variables)

@@ -84,7 +84,7 @@ def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 class _OfPositions(NamedTuple):
-    """What depends on the positions of a step's tokens only, computed once for all layers."""
+    """Angles and factors of the positions of a step's tokens, computed once for all layers."""
 
     cos_sin: Any
     """Angles of the rotary embedding; None without one."""
