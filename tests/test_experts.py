@@ -603,7 +603,7 @@ def test_exchanges_above_the_ranks_of_xla_s_kernel_are_refused(
     monkeypatch: pytest.MonkeyPatch, jaxlib_version: str, target: str, mesh: str, fix: str | None
 ) -> None:
     """In one NVLink domain of 72 GPUs 64 crashed before jaxlib 0.12 (openxla/xla, issue 47283)."""
-    monkeypatch.setattr("importlib.metadata.version", {"jaxlib": jaxlib_version}.__getitem__)
+    monkeypatch.setattr("jaxlib.version.__version__", jaxlib_version)
     settled = _settled_moe(target, mesh)
     where = parse_target(target)
     if fix is None:
@@ -620,7 +620,7 @@ def test_devices_that_exchange_at_once_may_be_in_one_domain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With one expert for a token each device is a group of its own; 64 of 128 GPUs may be in a domain of 72."""
-    monkeypatch.setattr("importlib.metadata.version", {"jaxlib": "0.11.2"}.__getitem__)
+    monkeypatch.setattr("jaxlib.version.__version__", "0.11.2")
     settled = _settled_moe("gb200:128", "fsdp=2,expert=64", recipe="llama4-maverick")
     assert settled.expert_nodes == 64
     with pytest.raises(ConfigError, match="64 devices of one NVLink domain"):

@@ -1,9 +1,11 @@
-"""Time, rate and correctness of collectives over every axis of a mesh, and of matrix products on one device.
+"""Time, rate and correctness of collectives over every axis of a mesh,
+and of matrix products on one device.
 
-Sizes and bandwidths of collectives follow nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size is that of the
-whole array: the output of an all-gather, the input of a reduction, one device's buffer in an all-to-all. Algorithm
-bandwidth is size over time. Bus bandwidth multiplies it by the fraction of the size that crosses a device's links with
-any algorithm, so that it can be compared with the bandwidth of the hardware.
+Sizes and bandwidths of collectives follow nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md). The
+size is that of the whole array: the output of an all-gather, the input of a reduction, one device's
+buffer in an all-to-all. Algorithm bandwidth is size over time. Bus bandwidth multiplies it by the
+fraction of the size that crosses a device's links with any algorithm, so that it can be compared
+with the bandwidth of the hardware.
 """
 
 import csv
@@ -30,12 +32,14 @@ _MIN_CALLS, _MAX_CALLS = 5, 50
 _CALLS_TOGETHER = 20
 """Calls where several processes take part, which must make equally many."""
 _ROUND = 16
-"""Calls of a round on an accelerator, which follow each other on the device: the host takes about 0.1 ms to start one
-and to see its end. Simulated devices finish each call first: their threads would wait for each other."""
+"""Calls of a round on an accelerator, which follow each other on the device: the host takes about
+0.1 ms to start one and to see its end. Simulated devices finish each call first: their threads
+would wait for each other."""
 
 
 def median_seconds(function: Callable[..., Any], *arguments: Any) -> tuple[float, int]:
-    """Returns the median seconds of a call, over rounds of calls that are awaited together, and the calls timed."""
+    """Returns the median seconds of a call, over rounds of calls that are awaited together,
+    and the calls timed."""
     jax.block_until_ready(function(*arguments))
     times: list[float] = []
     together = 1 if jax.default_backend() == "cpu" else _ROUND
@@ -107,8 +111,8 @@ COLLECTIVES: dict[str, Collective] = {
         bus_factor=lambda n: 1.0,
     ),
 }
-"""Collectives that can be timed, by the name that `--kinds` takes; `ring-shift` is a collective-permute to the next
-device."""
+"""Collectives that can be timed, by the name that `--kinds` takes; `ring-shift` is a
+collective-permute to the next device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +158,8 @@ def time_collectives(
 
 
 def time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveTiming:
-    """Times one collective over one axis. size: bytes, rounded up to a multiple of 4 * devices^2."""
+    """Times one collective over one axis.
+    size: bytes, rounded up to a multiple of 4 * devices^2."""
     collective, n = COLLECTIVES[kind], mesh.shape[axis]
     elements = max(n * n, -(-size // (4 * n * n)) * n * n)
     local = collective.local_elements(elements, n)
@@ -188,7 +193,8 @@ def time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveTi
 _CHECKED_ROWS = 4
 """Rows of a product that are compared with numpy's."""
 _RELATIVE_ERROR = {"bfloat16": 1e-2, "float16": 2e-3}
-"""Largest relative error by dtype: the result is rounded to 8 and 11 significant bits; others are exact."""
+"""Largest relative error by dtype: the result is rounded to 8 and 11 significant bits;
+others are exact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +232,8 @@ def time_matmul(m: int, k: int, n: int, dtype: str) -> MatmulTiming:
 
 
 def measure_memory_bandwidth(size: int) -> float:
-    """Returns the bytes/s that one device reads and writes, measured by adding 1 to an array of `size` bytes."""
+    """Returns the bytes/s that one device reads and writes, measured by adding 1
+    to an array of `size` bytes."""
     x = jnp.zeros(size // 4, jnp.float32)
     compiled: Any = jax.jit(lambda x: x + 1).lower(x).compile()
     seconds, _ = median_seconds(lambda: compiled(x))

@@ -1,8 +1,10 @@
-"""Scans over the layers of a model: equal layers, layers of several kinds that repeat, and those after the last period.
+"""Scans over the layers of a model: equal layers, layers of several kinds that repeat,
+and those after the last period.
 
-A stack holds the parameters of layers with equal shapes, one row for each layer. An iteration of the loop is one period,
-written out one layer after another, so every layer is compiled with its own mask and frequencies. Kinds with the same
-parameters are rows of one stack; kinds with other parameters are rows of another stack, which takes turns with it.
+A stack holds the parameters of layers with equal shapes, one row for each layer. An iteration of
+the loop is one period, written out one layer after another, so every layer is compiled with its own
+mask and frequencies. Kinds with the same parameters are rows of one stack; kinds with other
+parameters are rows of another stack, which takes turns with it.
 
     layers    a a b | a a b | a          period a a b, and a part of one
     stack a   0 1     2 3     4          rows, in order
@@ -54,7 +56,8 @@ def sections(
     functions: Mapping[str, Any],
     wrap: Callable[[str, Layer], Any] = lambda stack, layer: layer,
 ) -> list[Section]:
-    """Returns the sections of a model in order: its runs, or one of all stacks if these take turns, or one per stack.
+    """Returns the sections of a model in order: its runs,
+    or one of all stacks if these take turns, or one per stack.
 
     functions: of each stack, as `Model.layer_functions` returns them.  wrap: applied to each.
     """
@@ -92,9 +95,10 @@ def scan_layers(
 ) -> tuple[Any, dict[str, Any]]:
     """Scans layers whose kinds repeat; returns x and the aux of each stack, [L, ...].
 
-    stacked: parameters of each stack, with a leading dimension of rows, or what reads them.  index: index of each row's
-    layer in the model, int32, or a tree of such arrays.  rows: of each stack that are scanned, all by default.  remat:
-    a row of REMAT_POLICIES.  unroll: layers per iteration, at least a period; those after the last period are one more.
+    stacked: parameters of each stack, with a leading dimension of rows, or what reads them.
+    index: index of each row's layer in the model, int32, or a tree of such arrays.
+    rows: of each stack that are scanned, all by default. remat: a row of REMAT_POLICIES.
+    unroll: layers per iteration, at least a period; those after the last period are one more.
     saves_weights: whether a policy that saves everything saves weights too (`checkpoint_layer`).
     """
     per_period = collections.Counter(stack for stack, _ in period)

@@ -1,8 +1,8 @@
 """Vocabulary-parallel cross-entropy that never materialises all logits.
 
-Each device has a block of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3) and goes over the tokens in
-chunks, so at most `chunk` x V/stage+tensor logits are live on it at once, forward and backward. The backward pass
-recomputes the logits from the saved log-sum-exp.
+Each device has a block of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3) and
+goes over the tokens in chunks, so at most `chunk` x V/stage+tensor logits are live on it at once,
+forward and backward. The backward pass recomputes the logits from the saved log-sum-exp.
 """
 
 import functools
@@ -22,8 +22,9 @@ from meshwright.sharding.layouts import VOCAB_AXES
 def chunk_tokens(tokens: int, vocab: int, logits_mib: int) -> int:
     """Returns the tokens per chunk, whose float32 logits fit in `logits_mib` MiB.
 
-    That is the largest divisor of `tokens` that fits, where it is at least half of what fits. Otherwise the fewest
-    chunks that fit are of equal size, and `split_chunks` fills up the last with less than a token for each of them.
+    That is the largest divisor of `tokens` that fits, where it is at least half of what fits.
+    Otherwise the fewest chunks that fit are of equal size, and `split_chunks` fills up the last
+    with less than a token for each of them.
     vocab: rows of this device's block of the vocabulary.
     """
     most = min(tokens, max(1, logits_mib * 2**20 // (4 * vocab)))
@@ -58,12 +59,15 @@ def token_losses(
     chunk: int,
     softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the negative log-likelihood of each label and the log-sum-exp (lse) of its logits; both [T], float32.
+    """Returns the negative log-likelihood of each label and the log-sum-exp (lse)
+    of its logits; both [T], float32.
 
-    x_TD: final hidden states, equal on `tensor` and `stage`.  table_VD: this device's block of the unembedding.
-    vocab: size of the vocabulary; rows of the table beyond it are padding and get probability zero.  chunk: tokens per
-    chunk; the last may be filled up.  softcap: of the logits, if there is one. Sends two all-reduces over VOCAB_AXES of
-    4 T and 8 T bytes.
+    x_TD: final hidden states, equal on `tensor` and `stage`.
+    table_VD: this device's block of the unembedding.
+    vocab: size of the vocabulary; rows of the table beyond it are padding and get probability zero.
+    chunk: tokens per chunk; the last may be filled up.
+    softcap: of the logits, if there is one.
+    Sends two all-reduces over VOCAB_AXES of 4 T and 8 T bytes.
     """
     return _forward(x_TD, table_VD, labels_T, vocab, chunk, softcap)[0]
 
@@ -71,7 +75,8 @@ def token_losses(
 def _logits(
     x_TD: jax.Array, table_VD: jax.Array, vocab: int, softcap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the float32 logits of this device's block, padding at -1e30, and the block's first row."""
+    """Returns the float32 logits of this device's block, padding at -1e30,
+    and the block's first row."""
     rows = table_VD.shape[0]
     first = axis_index(VOCAB_AXES) * rows
     logits_TV = jax.lax.dot_general(
@@ -135,8 +140,8 @@ def _backward(
         g_table_VD += jax.lax.dot_general(
             g_logits_TV, x_TD, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
-        # Partial over the vocabulary blocks: the backward passes of sequence_all_gather and broadcast, which gave x_TD,
-        # sum over them.
+        # Partial over the vocabulary blocks: the backward passes of sequence_all_gather and
+        # broadcast, which gave x_TD, sum over them.
         return g_table_VD, (g_logits_TV @ table_VD).astype(x_TD.dtype)
 
     inputs = (x_TD, labels_T, lse_T, g_nll_T, g_lse_T)

@@ -1,14 +1,17 @@
-"""Direct preference optimisation (DPO): the loss of preferring one answer to another (arXiv:2305.18290).
+"""Direct preference optimisation (DPO): the loss of preferring one answer
+to another (arXiv:2305.18290).
 
-    loss = -log sigmoid(beta ((log p(chosen) - log q(chosen)) - (log p(rejected) - log q(rejected))))
+    loss = -log sigmoid(beta ((log p(chosen) - log q(chosen)) - (log p(rejected) -
+    log q(rejected))))
 
-p is the model that is trained, q the reference: the model that it started from. log p of an answer is the sum over its
-tokens. With adapters the reference is the frozen base, computed without them; otherwise it is a frozen copy of all
-parameters in the compute dtype, the subtree `reference`. It is a second forward pass, without dropout or gradient.
+p is the model that is trained, q the reference: the model that it started from. log p of an answer
+is the sum over its tokens. With adapters the reference is the frozen base, computed without them;
+otherwise it is a frozen copy of all parameters in the compute dtype, the subtree `reference`. It is
+a second forward pass, without dropout or gradient.
 
-A sequence holds complete pairs, the chosen answer with its prompt in an even segment and the rejected one in the odd
-segment after it (data/packing.py), so a pair is never on two devices of the batch. With `context` the sums over
-positions are one all-reduce of a number per pair.
+A sequence holds complete pairs, the chosen answer with its prompt in an even segment and the
+rejected one in the odd segment after it (data/packing.py), so a pair is never on two devices of the
+batch. With `context` the sums over positions are one all-reduce of a number per pair.
 """
 
 import dataclasses
@@ -39,7 +42,8 @@ class Preferences:
     beta: float
 
     def pairs(self, batch: Batch) -> jax.Array:
-        """Returns 1 for each pair of the sequences that has both answers, float32 [B, pairs]. batch: [B, T]."""
+        """Returns 1 for each pair of the sequences
+        that has both answers, float32 [B, pairs]. batch: [B, T]."""
         odd_BT = batch.segments % 2
         chosen, rejected = (_by_pair(batch, batch.weights * (odd_BT == side)) for side in (0, 1))
         return ((chosen > 0) & (rejected > 0)).astype(jnp.float32)
@@ -49,8 +53,10 @@ class Preferences:
     ) -> tuple[jax.Array, Metrics]:
         """Returns the loss whose gradient is this device's, and its metrics.
 
-        x_BTD: hidden states after the last layer.  batch: complete sequences.  total: pairs of the global batch.
-        Metrics summed over the token axes are over all pairs; rewards are beta (log p - log q).
+        x_BTD: hidden states after the last layer.
+        batch: complete sequences.
+        total: pairs of the global batch. Metrics summed over the token axes are over all pairs;
+        rewards are beta (log p - log q).
         """
         local = model.local_positions(batch)
         other, frozen = reference_of(model, params)
@@ -60,7 +66,8 @@ class Preferences:
         sign_BT = local.weights * (1 - 2 * (local.segments % 2))
         ratio_BT = (reference_T - nll_T).reshape(local.segments.shape) * sign_BT
         exists = self.pairs(batch)
-        # Equal on the devices of `context`, as is its cotangent: each differentiates the loss by its own positions.
+        # Equal on the devices of `context`, as is its cotangent: each differentiates the loss
+        # by its own positions.
         margin = self.beta * all_reduce(_by_pair(local, ratio_BT, exists.shape[1]), ("context",))
         losses = -jax.nn.log_sigmoid(margin) * exists
         share = exists.sum() / jax.lax.axis_size("context")
@@ -76,7 +83,8 @@ class Preferences:
 
 
 def _by_pair(batch: Batch, values_BT: jax.Array, pairs: int | None = None) -> jax.Array:
-    """Returns sums over the positions of each pair, float32 [B, pairs]; a pair takes two positions at least.
+    """Returns sums over the positions of each pair, float32 [B, pairs];
+    a pair takes two positions at least.
 
     Its work and memory are linear in the positions.
     """
@@ -95,7 +103,8 @@ def _by_pair(batch: Batch, values_BT: jax.Array, pairs: int | None = None) -> ja
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _sum_by(values: jax.Array, index: jax.Array, groups: int) -> jax.Array:
-    """Returns the sums of the values of each index, [groups], added in one order on every platform."""
+    """Returns the sums of the values of each index, [groups], added in one order
+    on every platform."""
     return sorted_rows(values[:, None], index, groups)[:, 0]
 
 

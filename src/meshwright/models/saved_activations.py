@@ -1,4 +1,5 @@
-"""Layers whose backward pass finds only activations saved: weights are gathered and converted again."""
+"""Layers whose backward pass finds only activations saved: weights are gathered
+and converted again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +12,10 @@ from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun  # type: ignore[attr-
 def saving_activations_only(layer: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `layer(x, *inputs)` whose backward pass finds only what depends on `x` saved.
 
-    Plain differentiation saves every array that the backward pass reads, gathered, converted and dequantised weights
-    among them. In a scan over layers those are a second copy of the model, which frozen weights are not worth: their
-    only use is the product with the gradient of an output. What depends on parameters alone is computed from them
-    again, gathers included.
+    Plain differentiation saves every array that the backward pass reads, gathered, converted and
+    dequantised weights among them. In a scan over layers those are a second copy of the model,
+    which frozen weights are not worth: their only use is the product with the gradient of an
+    output. What depends on parameters alone is computed from them again, gathers included.
     """
     run = jax.custom_vjp(lambda x, inputs: layer(x, *inputs))
 
@@ -37,25 +38,29 @@ def _is_primal(x: Any) -> bool:
 
 
 class _SplitVjp:
-    """Forward and backward pass of a layer, whose residuals are split by whether they depend on its first inputs."""
+    """Forward and backward pass of a layer, whose residuals are split by whether they depend
+    on its first inputs."""
 
     def __init__(
         self, layer: Callable[..., Any], treedef: Any, trained: Sequence[int], of_x: int
     ) -> None:
-        """treedef: of `(x, inputs)`.  trained: leaves with a gradient.  of_x: leaves that are x's, the first ones."""
+        """treedef: of `(x, inputs)`.  trained: leaves with a gradient.
+        of_x: leaves that are x's, the first ones."""
         self._layer = layer
         self._treedef = treedef
         self._trained = trained
         self._of_x = of_x
 
     def forward(self, values: Sequence[jax.Array]) -> tuple[Any, list[Any], list[jax.Array]]:
-        """Returns the layer's outputs, arrays that it closes over, and the arrays to save, which depend on x."""
+        """Returns the layer's outputs, arrays that it closes over,
+        and the arrays to save, which depend on x."""
         traced, (shapes, _) = jax.make_jaxpr(self._with_residuals, return_shape=True)(list(values))
         outputs: Any = jax.tree.structure(shapes)
         jaxpr = traced.jaxpr
         residuals = jaxpr.outvars[outputs.num_leaves :]
         dependent = set(jaxpr.invars[: self._of_x])
-        # An array in another shape is the same array: products that share an input would each save their own.
+        # An array in another shape is the same array: products
+        # that share an input would each save their own.
         shape_of = dict[Any, Any]()
         computed_again = []
         for equation in jaxpr.eqns:

@@ -55,8 +55,8 @@ def build_train_step(device_run: DeviceRun) -> Any:
         finite = _is_finite(metrics) & state.healthy
         variables = aux if state.variables else ()
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, variables)
-        # After a step that is not finite only `healthy` changes, and stays false: the steps after it change
-        # nothing either until the host has read the bad one.
+        # After a step that is not finite only `healthy` changes, and stays false: the steps after
+        # it change nothing either until the host has read the bad one.
         old = dataclasses.replace(state, healthy=finite)
         new = jax.tree.map(functools.partial(_choose, finite), new, old)
         rate = jnp.asarray(device_run.learning_rate(_updates(state)), jnp.float32)
@@ -107,7 +107,8 @@ class CompiledTrainStep:
 
     @property
     def device_bytes(self) -> int | None:
-        """Bytes of a device that the step takes by its compiler, its arguments among them; None where it does not say."""
+        """Bytes of a device that the step takes by its compiler, its arguments among them;
+        None where it does not say."""
         return step_bytes(self._compiled)
 
     def program_text(self) -> str:

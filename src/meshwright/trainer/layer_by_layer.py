@@ -1,11 +1,13 @@
-"""One step of a Hugging Face model on one device, forward and backward, of which one layer is in memory at a time.
+"""One step of a Hugging Face model on one device, forward and backward,
+of which one layer is in memory at a time.
 
-    forward     read layer 0, run it, drop it; read layer 1, ...      the input of every layer is kept
+    forward     read layer 0, run it, drop it; read layer 1, ...      every layer's input is kept
     loss        final norm, logits, loss
     backward    read layer L-1, run it again, differentiate it, drop it; read layer L-2, ...
 
-The parts are those of the train step, `Model.embed`, `Model.layer_functions` and `LocalModel.loss`, with the taps of
-`models.recording`. So the tensors have the names, the order and the numbers of a recorded step.
+The parts are those of the train step, `Model.embed`, `Model.layer_functions` and `LocalModel.loss`,
+with the taps of `models.recording`. So the tensors have the names, the order and the numbers of a
+recorded step.
 """
 
 import dataclasses
@@ -57,7 +59,8 @@ def packed_batch(documents: np.ndarray) -> Batch:
 class LayerByLayer:
     """Source of the named tensors of one step, in float32.
 
-    Iterating takes the step: it reads every layer twice and holds one, the tables of the vocabulary, and activations.
+    Iterating takes the step: it reads every layer twice and holds one, the tables of the
+    vocabulary, and activations.
     """
 
     run: Run
@@ -225,7 +228,8 @@ class _Step:
 
     @property
     def _stacks(self) -> set[str]:
-        """Subtrees with a row for each layer, those of layers that predict further tokens included."""
+        """Subtrees with a row for each layer, those of layers
+        that predict further tokens included."""
         return {block.stack for block in (*self._spec.layers, *self._spec.further)}
 
     def _read(self, path: str, row: int | None) -> np.ndarray:

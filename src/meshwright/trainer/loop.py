@@ -296,7 +296,8 @@ class _Loop:
         )
 
     def _with_equal_replicas(self, step: int, state: State) -> State:
-        """Returns the state after a step, whose replicas are compared and, where they differ, replaced.
+        """Returns the state after a step, whose replicas are compared and,
+        where they differ, replaced.
 
         Raises _RollBack where no majority of them is equal: a checkpoint has no replicas that
         differ.

@@ -28,8 +28,8 @@ def forward_flops_of_loss(model: Any, seq: int) -> dict[str, float]:
 def work_of_loss(model: Any, placed: PlacedRun) -> Work:
     """Returns the work of a microbatch on a device.
 
-    A matmul whose parameter is split over `tensor` is divided by its degree; all others count in full.
-    Raises ConfigError for a loss that does not take as many examples.
+    A matmul whose parameter is split over `tensor` is divided by its degree; all others count in
+    full. Raises ConfigError for a loss that does not take as many examples.
     """
     parts = model.parts
     training = placed.run.training
@@ -75,7 +75,8 @@ def work_of_loss(model: Any, placed: PlacedRun) -> Work:
 def _local_matmul(
     equation: Any, origins: Any, times: float, placed: PlacedRun
 ) -> tuple[Matmul | None, float]:
-    """Returns the matmul of an equation on one device, and the bytes that `tensor` sums for it in a step.
+    """Returns the matmul of an equation on one device,
+    and the bytes that `tensor` sums for it in a step.
 
     origins: parameters that the equation reads, or None for each input that is not one.
     """
@@ -89,7 +90,8 @@ def _local_matmul(
         if not split_dims:
             continue
         matmul = matmul_of(equation, times / placed.layout.shape.tensor)
-        # Rows of a pair of matrices need a sum of the result forward, columns one of the input backward.
+        # Rows of a pair of matrices need a sum of the result forward, columns one
+        # of the input backward.
         is_split_by_rows = split_dims[0] in contracted_dims[side]
         summed = equation.outvars[0] if is_split_by_rows else equation.invars[1 - side]
         sent_bytes += times * summed.aval.size * summed.aval.dtype.itemsize
@@ -109,7 +111,8 @@ def _split_dims(origin: Origin | None, placed: PlacedRun) -> list[int]:
 
 
 def matmul_of(equation: Any, times: float) -> Matmul | None:
-    """Returns a product or convolution as the matmul that takes as long; None for other operations."""
+    """Returns a product or convolution as the matmul that takes as long;
+    None for other operations."""
     name = equation.primitive.name
     params = equation.params
     if name == "dot_general":

@@ -1,18 +1,23 @@
-"""Context parallelism: attention over a sequence that is sharded over `context`, in four strategies.
+"""Context parallelism: attention over a sequence that is sharded over `context`,
+in four strategies.
 
-- `all_gather`: gathers keys and values of the complete sequence (Llama 3, arXiv:2407.21783, section 3.3.2).
-- `ring`: passes blocks of keys and values around a ring of devices, and combines the attention to each by its
-  log-sum-exp (Liu et al. 2023, arXiv:2310.01889). The backward pass sends the blocks around again instead of saving
-  them.
-- `ulysses`: exchanges heads for positions, so each device attends over the complete sequence with some of the heads
-  (Jacobs et al. 2023, arXiv:2309.14509).
-- `usp`: a ring of Ulysses groups, for fewer heads than devices (Fang and Zhao 2024, arXiv:2405.07719).
+- `all_gather`: gathers keys and values of the complete sequence (Llama 3, arXiv:2407.21783,
+  section 3.3.2).
+- `ring`: passes blocks of keys and values around a ring of devices, and combines the attention to
+  each by its log-sum-exp (Liu et al. 2023, arXiv:2310.01889). The backward pass sends the blocks
+  around again instead of saving them.
+- `ulysses`: exchanges heads for positions, so each device attends over the complete sequence with
+  some of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+- `usp`: a ring of Ulysses groups, for fewer heads than devices (Fang
+  and Zhao 2024, arXiv:2405.07719).
 
-Load balancing in `ring` and `all_gather`: each device holds one chunk from the front and one from the back of the
-sequence (zigzag, sharding/sequence.py), so the causal mask gives every device equal work; pairs of chunks that it masks
-entirely are not computed (blocks/ring.py). The scores are computed by the platform's kernel under every strategy.
+Load balancing in `ring` and `all_gather`: each device holds one chunk from the front and one from
+the back of the sequence (zigzag, sharding/sequence.py), so the causal mask gives every device equal
+work; pairs of chunks that it masks entirely are not computed (blocks/ring.py). The scores are
+computed by the platform's kernel under every strategy.
 
-Segments and positions of the complete sequence are known to every device; only queries, keys and values are sent.
+Segments and positions of the complete sequence are known to every device;
+only queries, keys and values are sent.
 """
 
 import dataclasses
@@ -39,7 +44,8 @@ def build_attend(
     kernels: Kernels,
     observed: list[jax.Array] | None = None,
 ) -> Attend:
-    """Builds the attention of a context strategy. segments_BT: documents of the complete sequence, on every device.
+    """Builds the attention of a context strategy.
+    segments_BT: documents of the complete sequence, on every device.
 
     observed: list to which the log-sum-exp of each call is appended, by kernels that have one.
     """
@@ -84,15 +90,16 @@ def build_attend(
             observed.append(lse)
         if parts == 1:
             return out
-        # Kernel and ring name their own residuals; the output after the exchange is another array, which the output
-        # projection reads.
+        # Kernel and ring name their own residuals; the output after the exchange is another array,
+        # which the output projection reads.
         return checkpoint_name(grouped_all_to_all(out, "context", parts, 1, 2), ATTN_OUT)
 
     return attend
 
 
 def chunked_segments(segments_BT: jax.Array, chunk: int) -> jax.Array:
-    """Returns documents that end where those of `segments_BT` end and after every `chunk` tokens, numbered in order."""
+    """Returns documents that end where those of `segments_BT` end and
+    after every `chunk` tokens, numbered in order."""
     place_T = jnp.arange(segments_BT.shape[1])
     begins_BT = (
         jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), jnp.diff(segments_BT, axis=1)], 1) != 0
@@ -102,9 +109,11 @@ def chunked_segments(segments_BT: jax.Array, chunk: int) -> jax.Array:
 
 
 def with_own_kv_head(attend: Attend) -> Attend:
-    """Returns `attend` for fewer key/value heads than devices of `tensor`: each takes the head of its own queries.
+    """Returns `attend` for fewer key/value heads than devices
+    of `tensor`: each takes the head of its own queries.
 
-    Gradients of the projections are summed over `tensor`, as for any parameter that every device of it has.
+    Gradients of the projections are summed over `tensor`,
+    as for any parameter that every device of it has.
     """
 
     def own(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **kind: Any) -> jax.Array:

@@ -1,5 +1,5 @@
-"""Dense feed-forward half of a layer: gated (SwiGLU, arXiv:2002.05202; GeGLU) or a plain MLP with GELU
-or the square of ReLU."""
+"""Dense feed-forward half of a layer: gated (SwiGLU, arXiv:2002.05202; GeGLU) or a plain MLP with
+GELU or the square of ReLU."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,8 @@ class FeedForward(Kind):
     out_std: float
     """Initial standard deviation of the projection down."""
     kind: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
-    """Hidden features: silu(gate) * up, gelu(gate) * up, gelu(up), or relu(up)^2 (Primer, arXiv:2109.08668)."""
+    """Hidden features: silu(gate) * up, gelu(gate) * up, gelu(up),
+    or relu(up)^2 (Primer, arXiv:2109.08668)."""
     bias: bool = False
     """Whether all projections have biases."""
 

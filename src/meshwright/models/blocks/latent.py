@@ -1,9 +1,11 @@
-"""Multi-head latent attention (MLA: DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from one small latent.
+"""Multi-head latent attention (MLA: DeepSeek-V2, arXiv:2405.04434, section 2.1): keys
+and values from one small latent.
 
-Keys and values of all heads are projections of a latent per token, besides a rotary key that all heads share. Training
-expands them: every head attends with its own keys and values. A cache holds latent and rotary key instead, and decoding
-moves the projections to the other side: `q (W c) = (W^T q) c`. Every head then attends to the same keys, the latents,
-which are also the values. With latents c of width Z and N heads:
+Keys and values of all heads are projections of a latent per token, besides a rotary key that all
+heads share. Training expands them: every head attends with its own keys and values. A cache holds
+latent and rotary key instead, and decoding moves the projections to the other side:
+`q (W c) = (W^T q) c`. Every head then attends to the same keys, the latents, which are also the
+values. With latents c of width Z and N heads:
 
     c_q = rms_norm(h query_down);  c, k_rope = split(h kv_down);  c = rms_norm(c)
     c_q, c, k_rope = sequence_all_gather(c_q, c, k_rope)
@@ -12,9 +14,10 @@ which are also the values. With latents c of width Z and N heads:
 
 An indexer (blocks/indexer.py) may choose the keys that each query attends to.
 
-The down projections are the same on every device of `tensor`: each computes them for its own positions, and the gather
-moves the latents, a third of the width of DeepSeek-V3. The remat policies keep the latents where they keep queries,
-keys and values of others, and the up projections are recomputed (DeepSeek-V3, section 3.2.3).
+The down projections are the same on every device of `tensor`: each computes them for its own
+positions, and the gather moves the latents, a third of the width of DeepSeek-V3. The remat policies
+keep the latents where they keep queries, keys and values of others, and the up projections are
+recomputed (DeepSeek-V3, section 3.2.3).
 """
 
 import dataclasses
@@ -36,13 +39,15 @@ from meshwright.models.remat import QKV
 from meshwright.sharding.params import Param
 
 LATENT_EPSILON = 1e-6
-"""Constant of the norms of latents; the released code has it whatever that of the other norms is."""
+"""Constant of the norms of latents;
+the released code has it whatever that of the other norms is."""
 
 
 def absorb_keys(q_BTNH: jax.Array, up_ZNH: Any) -> jax.Array:
     """Returns the queries times the keys' projection, as queries to latents: [B, T, N, Z].
 
-    up_ZNH: an array, or an object that multiplies itself (blocks/layers.py). Its last dimension begins with the key.
+    up_ZNH: an array, or an object that multiplies itself (blocks/layers.py).
+    Its last dimension begins with the key.
     """
     up_ZNH, scale_NH = _values_and_scale(up_ZNH, q_BTNH.dtype)
     size = q_BTNH.shape[-1]
@@ -67,7 +72,8 @@ def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
         return weight, None
     values, scale = getattr(weight, "values", None), getattr(weight, "scale", None)
     if values is None:
-        # Other weights that multiply themselves, such as one with its adapter, are their product with unit vectors.
+        # Other weights that multiply themselves, such as one
+        # with its adapter, are their product with unit vectors.
         return linear(jnp.eye(weight.shape[0], dtype=dtype), weight), None
     if scale is None:
         return values.astype(dtype), None
@@ -92,7 +98,8 @@ class LatentAttention(Kind):
     temperature: Temperature | None = None
     """Growth of queries with their position, after rotation."""
     indexer: Indexer | None = None
-    """Chooses the keys of each query; it reads the latent of queries, so that there has to be one."""
+    """Chooses the keys of each query;
+    it reads the latent of queries, so that there has to be one."""
 
     scope = "attention"
 
@@ -193,10 +200,12 @@ class LatentAttention(Kind):
         return mix
 
     def _expand_latents(self, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
-        """Returns queries, the rotary key as one head, keys with values of all heads, and queries of the indexer.
+        """Returns queries, the rotary key as one head, keys with values of all heads,
+        and queries of the indexer.
 
-        gathered_BTZ: what `_down` returns, of all positions.  weights: up projections of queries and of keys, and that
-        of the indexer's queries if there is one.
+        gathered_BTZ: what `_down` returns, of all positions.
+        weights: up projections of queries and of keys,
+        and that of the indexer's queries if there is one.
         """
         query_BTZ, latent_BTZ, rope_BTZ = self._split(gathered_BTZ)
         expanded_BTNH = linear(latent_BTZ, weights[1])
@@ -204,7 +213,8 @@ class LatentAttention(Kind):
         return [queries, rope_BTZ[:, :, None], expanded_BTNH, *_index(query_BTZ, weights[2:])]
 
     def _keep_latents(self, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
-        """Returns queries, as one head each the rotary key and the latent, which decoding caches, and index queries."""
+        """Returns queries, as one head each the rotary key and the latent,
+        which decoding caches, and index queries."""
         query_BTZ, latent_BTZ, rope_BTZ = self._split(gathered_BTZ)
         queries, latent_BTNZ = linear(query_BTZ, weights[0]), latent_BTZ[:, :, None]
         return [queries, rope_BTZ[:, :, None], latent_BTNZ, *_index(query_BTZ, weights[2:])]
@@ -218,7 +228,8 @@ class LatentAttention(Kind):
     def _rotated_queries(
         self, rotary: Rotary, q_BTNH: jax.Array, cos_sin: Any, dtype: Any
     ) -> jax.Array:
-        """Returns the queries with their ends rotated, times the factor of the scores that YaRN has."""
+        """Returns the queries with their ends rotated, times the factor of the scores
+        that YaRN has."""
         nope = self.nope_size
         scaling = rotary.scaling
         # The kernels divide scores by the root of the head size.
@@ -235,7 +246,8 @@ class LatentAttention(Kind):
         up_ZNH: Any,
         index: Index | None,
     ) -> jax.Array:
-        """Returns the attention output of cached latents, [B, T, N, value size]: `q (W c) = (W' q) c`."""
+        """Returns the attention output of cached latents, [B, T, N, value size]:
+        `q (W c) = (W' q) c`."""
         assert ctx.attend_latent is not None
         nope = self.nope_size
         absorbed = absorb_keys(q_BTNH[..., :nope], up_ZNH)
@@ -250,7 +262,8 @@ class LatentAttention(Kind):
     def _keys_and_values(
         self, expanded_BTNH: jax.Array, rope_BTNH: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys of all heads, each ending with the shared rotary key, and their values."""
+        """Returns the keys of all heads, each ending with the shared rotary key,
+        and their values."""
         k_BTNH = expanded_BTNH[..., : self.nope_size]
         v_BTNH = expanded_BTNH[..., self.nope_size :]
         shared = jnp.broadcast_to(rope_BTNH, (*k_BTNH.shape[:3], rope_BTNH.shape[3]))
@@ -259,7 +272,8 @@ class LatentAttention(Kind):
     def _of_one_size(
         self, q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Pads queries, keys and values to one size: a ring or a gather moves keys and values as arrays of one shape."""
+        """Pads queries, keys and values to one size: a ring or a gather moves keys
+        and values as arrays of one shape."""
         longest = max(self.head_size, self.latent.value_size)
         v_BTNH = _padded(v_BTNH, longest)
         if longest > self.head_size:  # the kernels divide by the root of the padded size
@@ -272,7 +286,8 @@ class LatentAttention(Kind):
         return attention_projection(out_BTNH[..., : self.latent.value_size], w_NHD)
 
     def _down(self, h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, list[Any]]:
-        """Returns latents and rotary keys of this device's positions, queries first, and the up projections."""
+        """Returns latents and rotary keys of this device's positions, queries first,
+        and the up projections."""
         rank = self.latent.kv_rank
         kv_BTZ = checkpoint_name(linear(h_BTD, w["kv_down"]), QKV)
         rest = [rms_norm(kv_BTZ[..., :rank], w["kv_norm"], LATENT_EPSILON), kv_BTZ[..., rank:]]
@@ -284,7 +299,8 @@ class LatentAttention(Kind):
 
 
 def _index(query_BTZ: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
-    """Returns the queries of an indexer, [] without one. Its input is detached: the choice of keys has no derivative."""
+    """Returns the queries of an indexer, [] without one.
+    Its input is detached: the choice of keys has no derivative."""
     return [linear(jax.lax.stop_gradient(query_BTZ), weight_ZIH) for weight_ZIH in weights]
 
 

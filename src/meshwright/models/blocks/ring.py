@@ -1,11 +1,13 @@
-"""Context parallelism by chunks: attention in a ring of devices, and attention to gathered keys and values.
+"""Context parallelism by chunks: attention in a ring of devices,
+and attention to gathered keys and values.
 
-The sequence is cut into 2n chunks for a ring of n groups, and group i holds chunks i and 2n-1-i (zigzag,
-sharding/sequence.py). Under a causal mask every group then has the same work: its own two chunks, and two full pairs of
-chunks for every other group. A group attends to its own keys with a causal mask. For the keys of group j it computes
-its back chunk with their front chunk, and either front with front (i > j) or back with back (i < j): two pairs of equal
-size whatever the group, so that the compiled step has no branch. With a sliding window a branch chooses between the
-kinds of pairs, and skips the empty ones.
+The sequence is cut into 2n chunks for a ring of n groups, and group i holds chunks i and 2n-1-i
+(zigzag, sharding/sequence.py). Under a causal mask every group then has the same work: its own two
+chunks, and two full pairs of chunks for every other group. A group attends to its own keys with a
+causal mask. For the keys of group j it computes its back chunk with their front chunk, and either
+front with front (i > j) or back with back (i < j): two pairs of equal size whatever the group, so
+that the compiled step has no branch. With a sliding window a branch chooses between the kinds of
+pairs, and skips the empty ones.
 """
 
 import functools
@@ -56,7 +58,8 @@ class _Plan(NamedTuple):
         return (pair_mask(0, self.size, self.size, self.window),)
 
     def others(self) -> tuple[Masks, jax.Array]:
-        """Returns the masks between different chunks, and for each distance in chunks the index of its mask."""
+        """Returns the masks between different chunks,
+        and for each distance in chunks the index of its mask."""
         distances = range(1, 2 * self.sequence.groups)
         masks = [pair_mask(d * self.size, self.size, self.size, self.window) for d in distances]
         used = tuple(dict.fromkeys(masks))
@@ -64,7 +67,8 @@ class _Plan(NamedTuple):
 
 
 class _Ring:
-    """Pairs of this device's chunks with those of its group and of the others, whose keys go around the ring.
+    """Pairs of this device's chunks with those of its group and of the others,
+    whose keys go around the ring.
 
     Every shift is independent of the attention next to it, so that the two overlap.
     """
@@ -87,7 +91,8 @@ class _Ring:
         return jax.tree.map(lambda leaf: ring_shift(leaf, "context", self.plan.sequence.group), x)
 
     def visit(self, each: Pass, rows: Any) -> Any:
-        """Returns the sums of all pairs; those of keys go around the ring with their keys, once, and arrive home."""
+        """Returns the sums of all pairs;
+        those of keys go around the ring with their keys, once, and arrive home."""
         groups = self.plan.sequence.groups
 
         def attend(sums: Any, kv: jax.Array, shifts: jax.Array | int) -> Any:
@@ -131,7 +136,8 @@ class _Ring:
 
 
 class _Gathered:
-    """Pairs of this device's two chunks with the 2n chunks of gathered keys, in the order of the sequence."""
+    """Pairs of this device's two chunks with the 2n chunks of gathered keys,
+    in the order of the sequence."""
 
     def __init__(
         self, plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array
@@ -168,8 +174,8 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes attention of a device's queries, saving output and log-sum-exp; returns both.
 
-    In a ring keys and values go around once in the forward pass; in the backward pass they go around again, with their
-    gradients, instead of being saved.
+    In a ring keys and values go around once in the forward pass; in the backward pass they go
+    around again, with their gradients, instead of being saved.
     """
     return _forward(q, k, v, rest, plan)[0]
 
@@ -201,9 +207,11 @@ def attend_over_devices(
     window: int | None,
     scores: Scores | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the attention of this device's queries, or those of its group's part, to the complete sequence.
+    """Returns the attention of this device's queries, or those of its group's part,
+    to the complete sequence.
 
-    Returns their log-sum-exp too, None where the kernel has none. segments_BT: documents of the complete sequence.
+    Returns their log-sum-exp too, None where the kernel has none.
+    segments_BT: documents of the complete sequence.
     scores: soft cap and sinks of the layer.
     """
     q, k, v = qkv
