@@ -18,7 +18,7 @@ and one with a single half (Nemotron-H): either of the first two sums.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -506,7 +506,21 @@ class DecoderModel(Model):
         small: DecoderModel = dataclasses.replace(
             self, **{name: sizes[name] for name in fields & sizes.keys()}
         )
+        if small.decoder.runs:
+            return small.with_a_loop(self.decoder.stacks)
         return dataclasses.replace(small, layers=small.layers * small.decoder.period)
+
+    def with_a_loop(self, stacks: Iterable[str]) -> "DecoderModel":
+        """Returns this model with the fewest layers that have all `stacks` and a loop.
+
+        It has 8 times its layers at most, and its own where those have none.
+        """
+        for layers in range(self.layers, 8 * self.layers + 1):
+            model = dataclasses.replace(self, layers=layers)
+            loops = any(run.layers > run.period for run in model.decoder.runs)
+            if loops and set(stacks) <= model.decoder.stacks.keys():
+                return model
+        return self
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
         """Returns values of fields for `shrunk`,

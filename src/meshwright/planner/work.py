@@ -98,7 +98,7 @@ class Work:
     experts: float
     """Experts per token; 0 in a dense model."""
     expert_rows: float
-    """Rows of a device's buffer for experts, each of the model's width; 0 in a dense model."""
+    """Rows of a device's buffer for experts; 0 in a dense model."""
     expert_layers: float
     """Layers with experts of a device."""
     expert_tokens: float = 0.0
@@ -107,8 +107,14 @@ class Work:
     """Layers with experts whose second half gathers nothing over `tensor`: folded,
     and without shared experts."""
     twice_gathered_layers: float = 0.0
-    """Layers whose second half gathers two inputs over `tensor`: those
-    of a dense feed-forward and of experts."""
+    """Layers whose second half gathers two inputs over `tensor`: those of a dense feed-forward and
+    of experts. One with experts in a latent counts as the fraction of the model's width that it
+    gathers besides."""
+    expert_width: int = 0
+    """Width of the rows that routed experts read and write: the model's, or that of their latent.
+    """
+    expert_latent: int = 0
+    """Width of the latent of routed experts; 0 for none."""
     quantised_inputs: float = 0.0
     """Activations quantised in one forward pass of all layers: the inputs
     of low-precision matmuls, each once."""
@@ -189,6 +195,8 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
         expert_tokens=routed,
         expert_rows=max(rows.values(), default=0.0),
+        expert_width=max((e.row_width(spec.width) for e in experts.values()), default=0),
+        expert_latent=max((e.latent or 0 for e in experts.values()), default=0),
         expert_hidden=max(_hidden_elements(expert_weights, rows, tokens).values(), default=0.0),
         expert_layers=sum({weight.stack: weight.layers for weight in expert_weights}.values()),
         ungathered_layers=fraction * _ungathered_layers(layout, weights),
@@ -240,8 +248,9 @@ def _layer_weights(
             groups = experts[stack].experts // shards
             # Tokens sent to other devices' experts are made up for by tokens received from them.
             m = tokens / layout.routed_parts * experts[stack].experts_per_token
-        elif "R" in p.dims:
-            # Each device of `tensor` routes its own tokens.
+        elif "R" in p.dims or p.role == "expert_latent":
+            # Each device of `tensor` routes its own tokens, and projects them into the latent of
+            # experts.
             m = tokens / layout.shape.tensor
         layers = p.logical_shape[0] * fraction
         low = is_low_precision(p)
@@ -316,14 +325,21 @@ def _ungathered_layers(layout: ModelLayout, weights: Iterable[_Weight]) -> int:
     return sum(layer.stack in has_ffn - gathers for layer in layers)
 
 
-def _twice_gathered_layers(layout: ModelLayout) -> int:
+def _twice_gathered_layers(layout: ModelLayout) -> float:
     """Returns the layers of the model whose feed-forward half gathers two inputs over `tensor`.
 
-    Where `tensor` splits the experts, only the dense feed-forward gathers its input.
+    Where `tensor` splits the experts, only the dense feed-forward gathers its input. Experts in a
+    latent gather it besides what the experts that every token uses gather:
+
+        layers = layers with two feed-forwards + sum over layers with a latent of Z / D
     """
     if layout.routed_parts > 1:
-        return 0
-    return sum(layer.has_two_feed_forwards for layer in layout.spec.layers)
+        return 0.0
+    layers = float(sum(layer.has_two_feed_forwards for layer in layout.spec.layers))
+    for layer in layout.spec.layers:
+        if layer.experts is not None and layer.experts.latent is not None:
+            layers += layer.experts.latent / layout.spec.width
+    return layers
 
 
 def _quantised_inputs(weights: Iterable[_Weight]) -> float:
@@ -472,4 +488,4 @@ def recomputed_roles(remat: str) -> frozenset[str]:
     again = {
         role for name, role in made_by.items() if name not in (*policy.saved, *policy.offloaded)
     }
-    return frozenset({"router", "projection", "adapter", *again})
+    return frozenset({"router", "projection", "adapter", "expert_latent", *again})

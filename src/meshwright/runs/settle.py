@@ -411,7 +411,7 @@ class Settled(PlacedRun):
         sent = (
             2.0
             * tokens
-            * layout.spec.width
+            * specs[0].row_width(layout.spec.width)
             * specs[0].mean_nodes(nodes)
             * (1 - 1 / nodes)
             / chip.network_bandwidth

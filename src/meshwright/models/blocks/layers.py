@@ -163,6 +163,8 @@ def _rms_norm_plus_one(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Ar
 def _layer_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """Standardises x along its last dimension and scales it (LayerNorm without its bias).
 
+    scale: one number for each feature [H], or for each feature of each head [N, H].
+
     Of x itself, mean and inverse standard deviation the backward pass computes the standardised
     values again: plain differentiation saves them in float32, with the difference from the mean and
     its square.
@@ -182,7 +184,8 @@ def _layer_norm_fwd(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax
 def _layer_norm_bwd(epsilon: float, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, scale, mean, inverse_std = saved
     y = (x.astype(jnp.float32) - mean) * inverse_std
-    g_scale = (g * y.astype(g.dtype)).sum(tuple(range(g.ndim - 1))).astype(scale.dtype)
+    tokens = tuple(range(g.ndim - scale.ndim))
+    g_scale = (g * y.astype(g.dtype)).sum(tokens).astype(scale.dtype)
     g_y = (g * scale.astype(g.dtype)).astype(jnp.float32)
     means = jnp.mean(g_y, -1, keepdims=True) + y * jnp.mean(g_y * y, -1, keepdims=True)
     return (inverse_std * (g_y - means)).astype(x.dtype), g_scale
@@ -207,13 +210,20 @@ def _scaled_heads(x_BTNH: jax.Array, inverse_rms_BT: jax.Array, scale_NH: jax.Ar
 class Norm:
     """Normalisation with learned parameters, computed in float32."""
 
-    kind: Literal["rms", "rms_plus_one", "rms_heads", "layer"]
+    kind: Literal["rms", "rms_plus_one", "rms_heads", "layer", "layer_heads"]
     """RMSNorm; with the scale 1 + w (Gemma); over all heads together (OLMo 2);
-    LayerNorm (arXiv:1607.06450)."""
+    LayerNorm (arXiv:1607.06450); LayerNorm of each head, with a scale of its own for each
+    (Command R+)."""
     epsilon: float
     """Constant added to the mean square or the variance."""
     bias: bool = False
     """Whether a LayerNorm has a bias."""
+
+    @property
+    def scales_each_head(self) -> bool:
+        """Whether the scale of heads has a number for every feature of every head,
+        and not one for all heads."""
+        return self.kind in ("rms_heads", "layer_heads")
 
     def params(self, name: str, shape: tuple[int, ...], dims: str) -> dict[str, Param]:
         """Returns the descriptions of the scale `name`, and of the bias."""
@@ -230,7 +240,7 @@ class Norm:
 
     def __call__(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Normalises x along its last dimension, or over its heads."""
-        if self.kind == "layer":
+        if self.kind in ("layer", "layer_heads"):
             y = _layer_norm(x, scale, self.epsilon)
             return y if bias is None else y + bias.astype(x.dtype)
         if self.kind == "rms_heads":
