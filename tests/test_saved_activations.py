@@ -157,8 +157,8 @@ RECIPES = (
     "llama3-8b", "qwen2-7b", "qwen3-14b", "phi4", "gpt2-xl", "olmo2-13b", "olmo3-7b", "gemma2-9b", "gemma3-12b",
     "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v3", "glm45-air", "llama4-scout",
     "smollm3-3b", "qwen3-next-80b-a3b", "qwen35-9b", "qwen35-35b-a3b", "gemma4-31b", "gemma4-26b-a4b",
-    "granite31-8b", "ministral3-8b", "command-r7b",
-    "granite4-h-micro", "granite4-h-tiny", "nemotron-h-8b", "nemotron3-nano-30b-a3b",
+    "granite31-8b", "ministral3-8b", "command-r-plus", "command-r7b",
+    "granite4-h-micro", "granite4-h-tiny", "nemotron-h-8b", "nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b",
     "kimi-linear-48b-a3b",
 )  # fmt: skip
 """At least one of each family."""

@@ -329,7 +329,7 @@ def layer_bytes(settled: Settled, work: Work, physics: Physics = PHYSICS) -> flo
     # at once, a dense layer's SwiGLU five.
     hidden = 2.0 if work.expert_rows else 2.5
     inner = work.tokens * (residuals + hidden * work.ffn_hidden + attention_inner) * compute
-    inner += physics.expert_copies * work.expert_rows * work.width * compute
+    inner += physics.expert_copies * work.expert_rows * work.expert_width * compute
     inner += score_bytes(settled, work, _LIVE_SCORES)
     # One of the halves runs at a time.
     return max(inner, work.tokens * (4 * work.width * compute + work.recurrence_inner))
@@ -687,7 +687,9 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
         # An exchange of heads makes another array of the kernel's output, with the same name.
         ATTN_OUT: work.widths.value * (2 if placed.sequence.group > 1 else 1),
         ATTN_RESIDUAL: _divided_fraction(placed) * work.width / placed.layout.shape.tensor,
-        FFN_HIDDEN: _second_fraction(placed) * work.ffn_hidden,
+        # What experts in a latent return has the name of their hidden layer.
+        FFN_HIDDEN: _second_fraction(placed)
+        * (work.ffn_hidden + work.expert_latent / placed.layout.shape.tensor),
     }
 
 
@@ -764,7 +766,7 @@ def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) ->
     if not frozen:
         scaled = sum(layer.scales_rows for layer in layers) / len(layers)
         rows = _second_fraction(placed) * work.expert_rows / work.tokens
-        elements += (1 + scaled) * rows * work.width
+        elements += (1 + scaled) * rows * work.expert_width
     if inputs.projected:
         elements += _projected_elements(placed, work)
     return elements

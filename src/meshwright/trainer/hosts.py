@@ -389,6 +389,8 @@ class _Watch:
         self.delays: collections.deque[float] = collections.deque(maxlen=_DELAYS)
         self.named: set[str] = set()
         self.earlier: tuple[float, dict[int, Sign]] = (0.0, {})
+        self.is_alone = False
+        """Whether it was said that the supervisor of this process has gone."""
         self.judged_at = time.monotonic()
         self.pause = (0.0, 0.0)
         """Time at which this process last went on after it was stopped, and the seconds of that."""
@@ -467,6 +469,9 @@ class _Watch:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._sign()
                 self._read()
+            if self.process and signs.supervisor_has_gone() and not self.is_alone:
+                self.is_alone = True  # process 0 has an alarm
+                last_words.say(f"process {self.process}: {alarms.WITHOUT_SUPERVISOR}")
             due = time.monotonic() + self.period
             if self.stopped.wait(self.period):
                 return

@@ -266,7 +266,7 @@ def compare(
     if unknown.
     skipped: samples that the folder leaves out, each with its run.
     """
-    comparison = _Differences(_changed_fields(manifest.run, run), [])
+    comparison = _Differences(changed_fields(manifest.run, run), [])
     jump = describe_rate_jump(manifest.run, run, manifest.step)
     if jump is not None:
         comparison.changes.append(Change("learning rate", jump, refused=False))
@@ -289,7 +289,7 @@ class _Differences(NamedTuple):
         self.changes.append(Change(name, text, refused=True))
 
 
-def _changed_fields(before: Run, now: Run) -> list[Change]:
+def changed_fields(before: Run, now: Run) -> list[Change]:
     """Returns the fields that differ between two Runs."""
     fields_before = flatten(fields_to_compare(before))
     fields_now = flatten(fields_to_compare(now))
