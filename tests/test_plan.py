@@ -319,6 +319,47 @@ def test_planned_traffic_beside_the_exchange_is_the_compiled_programs(layout: st
         assert compiled[axes] == pytest.approx(payload, rel=0.08), axes
 
 
+@pytest.mark.parametrize(
+    ("recipe", "stages", "within"),
+    [
+        ("deepseek-v3", "stage=16,data=2", "expert=64"),
+        ("glm45-air", "stage=4,data=1", "fsdp=2,expert=8"),
+        ("llama2-7b", "stage=3,data=1", "fsdp=4"),
+    ],
+)
+def test_rows_that_pad_the_stages_are_neither_layers_nor_gathered(
+    recipe: str, stages: str, within: str
+) -> None:
+    """Three dense layers over 16 stages are 48 rows of a stack, of which 45 are zeros that no tick reads."""
+    machine = Machine("cuda", "h100", True, chip=CHIPS["h100"])
+    one_layer, gathered, fraction = [], [], []
+    for mesh in (f"{stages},{within}", within):
+        shape = MeshShape.parse(mesh)
+        placed = placed_recipe(
+            recipe,
+            mesh,
+            batch=8 * shape.data * shape.fsdp * shape.expert,
+            seq=4096,
+            microbatches=8,
+            remat="full",
+            stage_saves="layers",
+            pipeline_schedule="1f1b",
+        )
+        settled, work = settle(placed, machine), work_of(placed)
+        tasks = build_counts("1f1b", shape.stage, 8, 1) if shape.stage > 1 else None
+        traffic = movements(settled, work, recomputed_roles("full"), tasks)
+        one_layer.append(memory_by_category(settled, work, 1.0)["one layer"])
+        gathered.append(
+            sum(m.payload * m.times for m in traffic if m.purpose.startswith("weights"))
+        )
+        fraction.append(
+            work.layers / (len(placed.layout.spec.layers) + len(placed.layout.spec.further))
+        )
+    assert one_layer[0] == pytest.approx(one_layer[1], rel=1e-9)
+    assert gathered[0] == pytest.approx(gathered[1] * fraction[0], rel=1e-9)
+    assert fraction[1] == 1
+
+
 @pytest.mark.parametrize("chip", ["b200", "h100", "v5p"])
 def test_weights_of_experts_in_low_precision_travel_with_a_byte_for_each_element(chip: str) -> None:
     """Where float8 may make their products faster: not on TPUs and Hopper. Gradients have the type of the reduction."""

@@ -566,8 +566,7 @@ def _gathered_elements(layout: ModelLayout) -> tuple[float, float]:
     for path, _, _, elements in _weights(layout):
         one_layer[path.partition(".")[0]] += elements
     all_layers = (
-        sum(elements * p.shape[0] for _, p, _, elements in _weights(layout))
-        / layout.shape.stage
+        sum(elements * p.shape[0] for _, p, _, elements in _weights(layout)) / layout.shape.stage
     )
     return max(one_layer.values(), default=0.0), all_layers
 
