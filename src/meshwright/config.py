@@ -224,8 +224,9 @@ class Training(Ranged, part="training"):
     attention_kernel: Annotated[
         str, changes("program", "evaluation", "plan"), TRANSFORMERS_ONLY
     ] = "auto"
-    """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused, cudnn,
-    or module:attribute of a `Kernels`. A kernel named here is used or refused, never replaced."""
+    """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused,
+    tokamax_splash, cudnn, or module:attribute of a `Kernels`. A kernel named here is used or
+    refused, never replaced."""
     grouped_matmul: Annotated[str, changes("program", "evaluation"), TRANSFORMERS_ONLY] = "auto"
     """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot
     (XLA's), triton, or module:attribute of a `GroupedMatmul`. One named here is used or refused,

@@ -56,6 +56,7 @@ PARTS: dict[str, dict[str, str]] = {
         "blocked": "models.kernels.blocked:blocked_kernels",
         "splash": "models.kernels.splash:splash_kernels",
         "splash_fused": "models.kernels.splash:splash_fused_kernels",
+        "tokamax_splash": "models.kernels.tokamax_splash:tokamax_splash_kernels",
         "cudnn": "models.kernels.cudnn:cudnn_kernels",
     },
     "grouped matmul": {

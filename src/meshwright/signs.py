@@ -319,9 +319,21 @@ def give_signs() -> None:
 
 
 def _beat(file: int) -> None:
-    while True:
+    while not _unsupervised.is_set():
         step, phase, since = _here.phases.place
         sign = [step, phase, time.monotonic() - since, _here.left]
-        with contextlib.suppress(OSError):
+        try:
             os.write(file, f"{json.dumps(sign)}\n".encode())
+        except BrokenPipeError:
+            _unsupervised.set()
+        except OSError:  # a supervisor that was stopped reads nothing
+            pass
         time.sleep(PERIOD)
+
+
+_unsupervised = threading.Event()
+
+
+def supervisor_has_gone() -> bool:
+    """Returns whether this process had a supervisor, and has none any more."""
+    return _unsupervised.is_set()

@@ -41,8 +41,8 @@ DIMENSIONS: dict[str, str] = {
     "G": "query heads per key/value head (GQA), value heads per key head (linear attention)",
     "H": "head size",
     "I": "heads of a sparse indexer, which every device of `tensor` has",
-    "Z": "width of a latent of queries, or of keys and values (MLA), or of decays and gates "
-    "(Kimi Linear)",
+    "Z": "width of a latent of queries, or of keys and values (MLA), of decays and gates "
+    "(Kimi Linear), or of experts (Nemotron 3 Super)",
     "V": "vocabulary",
     "L": "layers",
     "E": "experts",

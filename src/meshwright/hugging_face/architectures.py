@@ -105,6 +105,8 @@ class Architecture:
     and a note counts them."""
     forms: Mapping[str, Names] = dataclasses.field(default_factory=dict)
     """Other forms that published files have: name of the form -> the tensors that differ in it."""
+    names_by_fields: Callable[[Any], Names] = dataclasses.field(default_factory=lambda: _no_names)
+    """Tensors whose axes depend on the model's fields: `model -> those that differ`."""
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -125,7 +127,12 @@ class Architecture:
         """Returns where each parameter of a model is stored, by dotted path.
         form: one of `forms`."""
         other = self.forms[form] if form else {}
-        return locate_tensors(model, {**self.names, **other}, self.layer)
+        names = {**self.names, **self.names_by_fields(model), **other}
+        return locate_tensors(model, names, self.layer)
+
+
+def _no_names(model: Model) -> Names:
+    return {}
 
 
 _BIAS_UPDATE_RATE = 0.001
@@ -451,32 +458,29 @@ _GRANITE_MOE = (
 )
 
 
-def _kinds_of_granite_hybrid(layers: int, interval: int, offset: int) -> list[str]:
-    attention = range(offset, layers, interval) if interval else ()
-    return ["attention" if i in attention else "mamba" for i in range(layers)]
-
-
-_NEW_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
-"""Kinds of layers as `transformers` 5 names them -> as the published files do."""
+_LETTERS_OF_GRANITE = {"linear_attention": "M", "full_attention": "*"}
+"""Kind of layers, as `transformers` 5 names it -> its letter in a pattern."""
+_OLDER_LETTERS_OF_GRANITE = {"mamba": "M", "attention": "*"}
+"""As the published files name it."""
 
 
 def _read_granite_hybrid_layers(fields: Fields) -> dict[str, Any]:
     layers = fields.get("num_hidden_layers")
-    found = fields.first("layer_types", "layers_block_type", default=["mamba"] * layers)
-    kinds = [_NEW_NAMES.get(kind, kind) for kind in found]
-    attention = [i for i, kind in enumerate(kinds) if kind == "attention"]
-    if not attention:
-        interval, offset = 0, 0
-    else:
-        offset = attention[0]
-        interval = attention[1] - offset if len(attention) > 1 else layers
-    repeats = interval == 0 or offset < interval
-    if not repeats or kinds != _kinds_of_granite_hybrid(layers, interval, offset):
-        raise fields.error(
-            f"layer_types does not repeat: attention is in layers {attention} of {layers}",
-            "a model with attention in each n-th layer, and a state space in the others",
-        )
-    return {"attention_interval": interval, "attention_offset": offset}
+    kinds = fields.first("layer_types", "layers_block_type", default=["mamba"] * layers)
+    letters = _LETTERS_OF_GRANITE | _OLDER_LETTERS_OF_GRANITE
+    unknown = sorted({str(kind) for kind in kinds if kind not in letters})
+    if unknown or len(kinds) != layers:
+        found = f"layer_types has {len(kinds)} kinds for {layers} layers"
+        if unknown:
+            found = f"layer_types has {', '.join(unknown)}"
+        raise fields.error(found, f"one of {', '.join(letters)} for each layer")
+    pattern = "".join(letters[kind] for kind in kinds)
+    return {"pattern": pattern}
+
+
+def _write_granite_hybrid_layers(c: Any) -> dict[str, Any]:
+    names = {letter: name for name, letter in _OLDER_LETTERS_OF_GRANITE.items()}
+    return {"layer_types": [names[letter] for letter in c.kinds]}
 
 
 def _read_rotation(fields: Fields) -> dict[str, Any]:
@@ -548,14 +552,7 @@ _GRANITE_HYBRID = (
     flag("attention_bias", "attention_bias"),
     same("shared_intermediate_size", "mlp", 1024),
     Entry(_read_granite_hybrid_experts, _write_granite_hybrid_experts),
-    Entry(
-        _read_granite_hybrid_layers,
-        lambda c: {
-            "layer_types": _kinds_of_granite_hybrid(
-                c.layers, c.attention_interval, c.attention_offset
-            )
-        },
-    ),
+    Entry(_read_granite_hybrid_layers, _write_granite_hybrid_layers),
     Entry(
         _read_rotation,
         lambda c: {"position_embedding_type": "rope" if c.rotation == "rope" else "nope"},
@@ -647,7 +644,7 @@ _NEMOTRON_H = (
     must(router_score="sigmoid", dispatch="dropless"),
     given(bias_update_rate=_BIAS_UPDATE_RATE, aux_loss_weight=_V3_BALANCE_WEIGHT),
     fixed("n_shared_experts", 1),
-    fixed("moe_latent_size", None),
+    same("moe_latent_size", "expert_latent", None),
     fixed("mlp_hidden_act", "relu2"),
     fixed("mamba_hidden_act", "silu"),
     fixed("use_conv_bias", True),
@@ -697,8 +694,7 @@ _COHERE_OF_BOTH = (
 )
 _COHERE = (
     *(*_COHERE_OF_BOTH, plain_rope(500000.0)),
-    # Norms of queries and keys, with a scale of each head (Command R+).
-    fixed("use_qk_norm", False),
+    choice("use_qk_norm", "qk_norm", {False: "none", True: "layer_heads"}, default=False),
 )
 
 
@@ -831,9 +827,23 @@ _NEMOTRON_H_NAMES = {
         for name in ("up", "down", "router", "expert_up", "expert_down")
     },
     "router_bias": ("mixer.gate.e_score_correction_bias", ("R",)),
+    "latent_down": ("mixer.fc1_latent_proj.weight", ("Z", "D")),
+    "latent_up": ("mixer.fc2_latent_proj.weight", ("D", "Z")),
     "shared_up": ("mixer.shared_experts.up_proj.weight", ("F", "D")),
     "shared_down": ("mixer.shared_experts.down_proj.weight", ("D", "F")),
 }
+
+
+def _names_of_latent_experts(c: NemotronH) -> Names:
+    """Returns the experts of a Nemotron-H whose rows are latents and not of the model's width."""
+    if c.expert_latent is None:
+        return {}
+    return {
+        "expert_up": (_NEMOTRON_H_NAMES["expert_up"][0], ("F", "Z")),
+        "expert_down": (_NEMOTRON_H_NAMES["expert_down"][0], ("Z", "F")),
+    }
+
+
 _SHARED_MLP = {"gate": ("F+", "D"), "up": ("F+", "D")}
 _GRANITE_HYBRID_NAMES = {
     **{name: names for name, names in _GRANITE_MOE_NAMES.items() if name not in _MAMBA_NAMES},
@@ -847,7 +857,12 @@ _GRANITE_HYBRID_NAMES = {
     },
     "shared_down": ("shared_mlp.output_linear.weight", ("D", "F")),
 }
-_COHERE_NAMES = {**LLAMA, "final_norm.scale": LLAMA["final_norm"]}
+_COHERE_NAMES = {
+    **LLAMA,
+    "final_norm.scale": LLAMA["final_norm"],
+    "query_norm": ("self_attn.q_norm.weight", ("N", "H")),
+    "key_norm": ("self_attn.k_norm.weight", ("K", "H")),
+}
 _OLMO_NAMES = {
     **LLAMA,
     "attention_norm": ("post_attention_layernorm.weight", ("D",)),
@@ -2085,6 +2100,7 @@ _ALL = (
         layer="backbone.layers.{layer}.",
         tied=None,
         left_out=(r"mtp\..*",),
+        names_by_fields=_names_of_latent_experts,
     ),
     Architecture("ArceeForCausalLM", "arcee", Arcee, _ARCEE),
     Architecture("CohereForCausalLM", "cohere", Cohere, _COHERE, _COHERE_NAMES),

@@ -40,6 +40,7 @@ from meshwright.signs import BEATS, LOADING, PREPARING
 from meshwright.storage.removing import remove_file
 from meshwright.storage.writing import make_folder_below, open_file, refuse_links, write_atomically
 from meshwright.trainer.alarms import KILLED, AlarmOptions, Alarms, tell
+from meshwright.trainer.heartbeat import LockError
 from meshwright.trainer.preemption import PERIOD, announced, has_metadata_server
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.trust import accept, derive, foreign, references_in, trust_options
@@ -321,7 +322,10 @@ class Supervisor:
                 tell(KILLED, text, step=self.reached, process=self.hosts.process)
             code = code if code >= 0 else 128 - code
             if self.received or not restarts(code):
-                if several and not self.received and (code or self.hosts.process == 0):
+                # Another run has the folder: what stands there is for its supervisors.
+                is_ours = code != LockError.exit_code
+                ends_all = code or self.hosts.process == 0
+                if several and is_ours and ends_all and not self.received:
                     _put_once(stopped, f"process {self.hosts.process} ended with exit code {code}")
                 return self._ended(code)
             preempted = code in _PREEMPTED and self._notice() is not None

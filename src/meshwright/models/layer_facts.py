@@ -358,6 +358,12 @@ class ExpertSpec:
     gates_shared: bool = False
     """Whether a projection of the token multiplies the output of the experts
     that every token uses."""
+    latent: int | None = None
+    """Width of the latent that routed experts read and write; None is the model's width."""
+
+    def row_width(self, width: int) -> int:
+        """Returns the width of the rows of routed experts in a model of `width`."""
+        return width if self.latent is None else self.latent
 
     def buffers(self, tokens: int, shards: int, nodes: int = 1) -> "ExpertBuffers":
         """Returns the rows of each buffer of a device, one of `shards`
@@ -441,7 +447,7 @@ class ExpertSpec:
 
 
 class ExpertBuffers(NamedTuple):
-    """Rows of a device's buffers for experts, each of the model's width: integers,
+    """Rows of a device's buffers for experts, each of `ExpertSpec.row_width`: integers,
     or arrays of them."""
 
     nodes: Any

@@ -32,6 +32,7 @@ _HALF_OF_ROLE = {
     RECURRENCE: ATTENTION_HALF,
     "ffn_in": FEED_FORWARD_HALF,
     "ffn_out": FEED_FORWARD_HALF,
+    "expert_latent": FEED_FORWARD_HALF,
     "router": FEED_FORWARD_HALF,
 }
 """Half of a layer that has the matmuls of a role."""

@@ -334,7 +334,11 @@ class _StepEstimate:
         """Roles that the backward pass computes again."""
         roles = recomputed_roles(self.placed.run.training.remat)
         if roles - {"scores"}:
-            return roles | self.work.outputs_read
+            roles |= self.work.outputs_read
+        # The gradient of the projection out of a latent reads the output of experts, saved with
+        # their hidden layer.
+        if self.work.expert_latent and "ffn_in" in roles:
+            roles |= {"ffn_out"}
         return roles
 
     @functools.cached_property

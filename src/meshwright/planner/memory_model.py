@@ -329,7 +329,7 @@ def layer_bytes(settled: Settled, work: Work, physics: Physics = PHYSICS) -> flo
     # at once, a dense layer's SwiGLU five.
     hidden = 2.0 if work.expert_rows else 2.5
     inner = work.tokens * (residuals + hidden * work.ffn_hidden + attention_inner) * compute
-    inner += physics.expert_copies * work.expert_rows * work.width * compute
+    inner += physics.expert_copies * work.expert_rows * work.expert_width * compute
     inner += score_bytes(settled, work, _LIVE_SCORES)
     # One of the halves runs at a time.
     return max(inner, work.tokens * (4 * work.width * compute + work.recurrence_inner))
@@ -687,7 +687,9 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
         # An exchange of heads makes another array of the kernel's output, with the same name.
         ATTN_OUT: work.widths.value * (2 if placed.sequence.group > 1 else 1),
         ATTN_RESIDUAL: _divided_fraction(placed) * work.width / placed.layout.shape.tensor,
-        FFN_HIDDEN: _second_fraction(placed) * work.ffn_hidden,
+        # What experts in a latent return has the name of their hidden layer.
+        FFN_HIDDEN: _second_fraction(placed)
+        * (work.ffn_hidden + work.expert_latent / placed.layout.shape.tensor),
     }
 
 
@@ -727,6 +729,7 @@ def _unnamed_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> flo
     normalised = sum(layer.halves * layer.normalises_outputs for layer in layers) / len(layers)
     two = sum(layer.has_two_feed_forwards for layer in layers) / len(layers)
     kept += (normalised + 2 * two) * work.width / tensor + work.widths.kept
+    kept += _adapter_elements(placed)
     experts = [layer.experts for layer in layers if layer.experts is not None]
     if experts:
         # The router reads its input, and returns its logits and their softmax, in float32.
@@ -763,11 +766,39 @@ def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) ->
     if not frozen:
         scaled = sum(layer.scales_rows for layer in layers) / len(layers)
         rows = _second_fraction(placed) * work.expert_rows / work.tokens
-        elements += (1 + scaled) * rows * work.width
-    # What is saved beside frozen weights has each array once, in whatever shape it is read.
-    if inputs.projected and not computes_weights_again(placed):
-        elements += work.widths.value
+        elements += (1 + scaled) * rows * work.expert_width
+    if inputs.projected:
+        elements += _projected_elements(placed, work)
     return elements
+
+
+def _projected_elements(placed: PlacedRun, work: Work) -> float:
+    """Elements per token that the projection out of a layer's first half reads besides its named
+    output.
+
+    What is saved beside frozen weights has each array once, in whatever shape it is read, so the
+    projection out of attention reads the named output. That of a recurrence is normalised and gated
+    first, which makes another array.
+    """
+    if not computes_weights_again(placed):
+        return work.widths.value
+    spec = placed.layout.spec
+    recurrent = [layer for layer in spec.layers if layer.recurrence is not None]
+    tensor = placed.layout.shape.tensor
+    return sum(layer.widths(spec.width, tensor).value for layer in recurrent) / len(spec.layers)
+
+
+def _adapter_elements(placed: PlacedRun) -> float:
+    """Elements per token of the products of a layer's inputs with A of its adapters, as wide as
+    their rank, on a device."""
+    if placed.run.finetune.method != "lora":
+        return 0.0
+    ranks = 0.0
+    for _, param, _ in placed.layout.leaves:
+        if param.role == "adapter" and param.dims.endswith("U"):
+            layers, rank = param.shape[0], param.shape[-1]
+            ranks += layers * rank
+    return ranks / len(placed.layout.spec.layers)
 
 
 def offloaded_bytes(placed: PlacedRun, work: Work) -> float:

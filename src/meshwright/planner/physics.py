@@ -88,9 +88,9 @@ class Physics:
     log-sum-exp and for their gradient, and the gradient, written and read by two matmuls. Compilers
     of TPUs fuse it."""
     expert_copies: int = 2
-    """Arrays of the rows sent to experts, of the model's width, that the backward pass of a layer
-    holds at once: rows in the order of their experts, and their gradient (Qwen3-30B-A3B on 8 H100,
-    compiled: docs/log.md)."""
+    """Arrays of the rows sent to experts that the backward pass of a layer holds at once: rows in
+    the order of their experts, and their gradient (Qwen3-30B-A3B on 8 H100, compiled:
+    docs/log.md)."""
 
     gpu_overlap: float = 0.35
     """Overlapped communication on GPUs over what the chip can overlap (`Efficiency.overlap`).

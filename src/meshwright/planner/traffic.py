@@ -208,7 +208,7 @@ class Traffic:
         layers = self.work.expert_layers * self.microbatches
         result: list[Movement] = []
         for axes, rows in sent_rows(spec, degrees, self.receivers).items():
-            elements = self.work.expert_tokens * rows * self.work.width
+            elements = self.work.expert_tokens * rows * self.work.expert_width
             payloads = (elements * itemsize, elements * self.compute_bytes)
             result += _experts(axes, payloads, layers, self.recomputed, self.exchange_is_blocking)
         return result

@@ -35,11 +35,16 @@ from typing import IO, Any
 from meshwright import last_words
 from meshwright.errors import ConfigError, MeshwrightError, reason_of
 from meshwright.ranges import NonNegativeFloat, Ranged, Seconds
-from meshwright.signs import PREPARING, Phases, wait_of_main_thread
+from meshwright.signs import PREPARING, Phases, supervisor_has_gone, wait_of_main_thread
 
 EVENT = "alarm"
 """Kind of the event that a run writes for a step that does not come."""
 NO_STEP, BAD_STEP, FAILED, KILLED = "no step", "bad step", "failed", "killed"
+NO_SUPERVISOR = "no supervisor"
+WITHOUT_SUPERVISOR = (
+    "the supervisor of this process has gone: the training goes on, and is not started again where "
+    "it ends; stop it (SIGTERM saves a checkpoint), then give the same command with --resume"
+)
 SLOW_HOST = "slow host"
 _EVENTS = ("machine", "first tensor", "replica", "roll back")
 """Kinds of events that are alarms."""
@@ -210,20 +215,26 @@ class Alarms:
 
     @contextlib.contextmanager
     def watching(self, phases: Phases, record: Callable[..., None]) -> Iterator[None]:
-        """Looks once a second whether steps come. record: takes an event, `EventLog.add`."""
+        """Looks once a second whether steps come, and whether a supervisor is there.
+
+        record: takes an event, `EventLog.add`.
+        """
         watch = StepWatch(self._options.step_age)
 
+        def alarm(kind: str, text: str, **values: Any) -> None:
+            self.tell(kind, text, **values)
+            last_words.say(f"alarm: {text}")
+            record(EVENT, alarm=kind, said=text, **values)  # last: the disk may be what hangs
+
         def run() -> None:
+            is_alone = False
             while not self._stopped.wait(_PERIOD):
                 missed = watch.look(phases, time.monotonic())
-                if missed is None:
-                    continue
-                text = missed.pop("text")
-                self.tell(NO_STEP, text, **missed)
-                last_words.say(f"alarm: {text}")
-                record(
-                    EVENT, alarm=NO_STEP, said=text, **missed
-                )  # last: the disk may be what hangs
+                if missed is not None:
+                    alarm(NO_STEP, **missed)
+                if supervisor_has_gone() and not is_alone:
+                    is_alone = True
+                    alarm(NO_SUPERVISOR, WITHOUT_SUPERVISOR)
 
         watcher = threading.Thread(target=run, daemon=True, name="alarms: age of the step")
         watcher.start()

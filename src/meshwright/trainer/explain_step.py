@@ -82,7 +82,10 @@ def _tensor_line(alarm: Alarm, first: First | None) -> str:
         return f"{suspect} is {suspect.what}"
     if first is not None:
         return f"{first.tensor}: {first.what}"
-    return "none: every tensor is within its own history"
+    text = "none: every tensor is within its own history"
+    if alarm.closest is not None:
+        text += f"; closest to its limit: {alarm.closest} is {alarm.closest.what}"
+    return text
 
 
 def _device_line(state: Any, first: First | None, hosts: list[str]) -> str:

@@ -93,6 +93,8 @@ class Alarm:
     suspects: tuple[Suspect, ...]
     """In the order of computation;
     empty where only the loss or the global norm is beyond its history."""
+    closest: Suspect | None = None
+    """Number that came closest to its limit, where none is a suspect."""
 
 
 class Watch:
@@ -172,6 +174,11 @@ class Watch:
             return None
         self._quiet_until = step + _QUIET
         suspects = tuple(_suspects(record, beyond[2:], factors[2:]))
+        closest = None
+        if not suspects and record.values.size:
+            distances = np.where(_judged(record), np.abs(deviations[2:]), 0.0)
+            is_closest = np.arange(distances.size) == distances.argmax()
+            closest = next(_suspects(record, is_closest, factors[2:]))
         reasons = []
         if beyond[0]:
             times = f"{values[0]:.3g} times the median of the last {_RECENT}"
@@ -182,7 +189,7 @@ class Watch:
             )
         if not reasons:
             reasons.append(f"the {suspects[0]} is {suspects[0].what}")
-        return Alarm(step, "; ".join(reasons), True, suspects)
+        return Alarm(step, "; ".join(reasons), True, suspects, closest)
 
     def _repeated(self, step: int, record: HealthRecord) -> str:
         """Says which parts of the batch have been read before; "" where all are new."""

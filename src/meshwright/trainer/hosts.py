@@ -39,8 +39,9 @@ from meshwright.hardware.agreement import (
     choose_together,
     digest,
     flatten,
+    versions_of_program,
 )
-from meshwright.hardware.hosts import installed_versions, store
+from meshwright.hardware.hosts import store
 from meshwright.monitoring.watch import keep_last_minutes
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import fields_to_compare
@@ -96,20 +97,9 @@ def agree_on(run: Run) -> None:
     agree("run or versions", _fields_of(run))
 
 
-def _is_source(file: Path) -> bool:
-    """Whether a file of the package decides what a run computes: code, or a table that it reads."""
-    return file.is_file() and "__pycache__" not in file.parts
-
-
 def _fields_of(run: Run) -> dict[str, str]:
     """Returns the fields of the Run, JAX's settings, and the versions of libraries and driver."""
-    # The package's files: an installation in place has no version that tells changes.
-    root = Path(__file__).parents[1]
-    files = sorted(file for file in root.rglob("*") if _is_source(file))
-    sources = digest(
-        b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files)
-    )
-    found = {**installed_versions(), "meshwright's source": sources}
+    found = versions_of_program()
     device = jax.local_devices()[0]
     found["the device's runtime"] = (
         f"{device.device_kind}, {device.client.platform_version}".replace("\n", ", ")
@@ -232,7 +222,16 @@ def verdict(signs: Mapping[int, Sign], limits: Watchdog, now: float) -> str | No
         return None  # it tokenises for all
     limit = limits.stall * (_SLOW if last.phase in _SLOW_PHASES else 1)
     waited = now - last.at + last.seconds
-    return f"{last.describe(now)}: over the limit of {limit:g} s" if waited > limit else None
+    if waited <= limit:
+        return None
+    text = f"{last.describe(now)}: over the limit of {limit:g} s"
+    alike = [s for s in running if (s.host, s.step, s.phase) == (EVERYBODY, last.step, last.phase)]
+    if len(alike) == len(running) > 1:
+        text = (
+            f"all {len(running)} processes wait alike, so none is named: a device or a link does "
+            f"not answer (meshwright doctor on each host reads their counters); {text}"
+        )
+    return text
 
 
 def waited_for(running: list[Sign]) -> Sign:
@@ -390,6 +389,8 @@ class _Watch:
         self.delays: collections.deque[float] = collections.deque(maxlen=_DELAYS)
         self.named: set[str] = set()
         self.earlier: tuple[float, dict[int, Sign]] = (0.0, {})
+        self.is_alone = False
+        """Whether it was said that the supervisor of this process has gone."""
         self.judged_at = time.monotonic()
         self.pause = (0.0, 0.0)
         """Time at which this process last went on after it was stopped, and the seconds of that."""
@@ -468,6 +469,9 @@ class _Watch:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._sign()
                 self._read()
+            if self.process and signs.supervisor_has_gone() and not self.is_alone:
+                self.is_alone = True  # process 0 has an alarm
+                last_words.say(f"process {self.process}: {alarms.WITHOUT_SUPERVISOR}")
             due = time.monotonic() + self.period
             if self.stopped.wait(self.period):
                 return

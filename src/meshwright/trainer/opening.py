@@ -18,7 +18,12 @@ from meshwright.activity import activity, watched_by
 from meshwright.checkpoint.checkpoints import check_room
 from meshwright.checkpoint.steps import committed_steps, explained_writing
 from meshwright.data.batch import ramp_of
-from meshwright.hardware.agreement import agree, answer_of_the_first, choose_together
+from meshwright.hardware.agreement import (
+    agree,
+    answer_of_the_first,
+    choose_together,
+    versions_of_program,
+)
 from meshwright.hardware.hosts import store
 from meshwright.monitoring.processes import keeping_processes
 from meshwright.monitoring.watch import watching_machines
@@ -337,6 +342,7 @@ def _open_files(
         processes=jax.process_count(),
         kind=device_run.mesh.devices.flat[0].device_kind,
         how=start,
+        versions=versions_of_program(),
         identity=position.identity,
         checked=lines.checked,
         data=_place_in_data(prepared, position),

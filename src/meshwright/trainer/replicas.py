@@ -72,13 +72,27 @@ def have_replicas(tree: Any) -> bool:
 
 def replicas_differ(tree: Any) -> bool:
     """Returns whether any device has other bits than its replicas; the same in every process."""
-    tensors = _on_devices(tree)
+    compare, tensors = comparison_of(tree)
     if not tensors:
         return False
-    compare = _build_comparison(_mesh_of(tensors), _specs_of(tensors))
     with waiting("the devices"):
         differing = jax.device_get(compare(tensors))
     return bool(differing > 0)
+
+
+def comparison_of(
+    tree: Any,
+) -> tuple[Callable[[dict[str, jax.Array]], jax.Array], dict[str, jax.Array]]:
+    """Returns the program that compares the replicas of a tree, and the tensors that it takes.
+
+    The program counts the pairs of a tensor and a device whose bits are not those of all replicas.
+
+    tree: arrays, or abstract arrays with shardings.
+    """
+    tensors = _on_devices(tree)
+    if not tensors:
+        return lambda none: jnp.int32(0), {}
+    return _build_comparison(_mesh_of(tensors), _specs_of(tensors)), tensors
 
 
 def shard_sums(tree: Any) -> Sums:

@@ -104,7 +104,7 @@ class Attention(Kind):
         if self.qk_norm is not None:
             for name, (n, x) in (("query_norm", heads["query"]), ("key_norm", heads["key"])):
                 shape, dims = (
-                    ((L, n, H), f"L{x}H") if self.qk_norm.kind == "rms_heads" else ((L, H), "LH")
+                    ((L, n, H), f"L{x}H") if self.qk_norm.scales_each_head else ((L, H), "LH")
                 )
                 params |= self.qk_norm.params(name, shape, dims)
         return params

@@ -270,7 +270,7 @@ ExpertWeights = dict[str, jax.Array]
 """Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down
 [E/expert, F/tensor, D]; of experts with biases gate_bias, up_bias [E/expert, F/tensor] and
 down_bias [E/expert, D]. Folded they are [E/expert+context+tensor] and have all of F. Experts with
-the square of ReLU have no gate."""
+the square of ReLU have no gate. Those in a latent have Z for D."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,6 +286,10 @@ class Experts(Kind):
     """Feed-forward width F of an expert."""
     out_std: float
     """Initial standard deviation of the projections down."""
+    expert_latent: int | None = None
+    """Width Z of the latent that routed experts read and write, between two projections that all
+    experts share (Nemotron 3 Super); None is the model's width. Router and shared experts read the
+    model's width."""
     shared: int = 0
     """Feed-forward width of the experts that every token uses."""
     shared_gate: bool = False
@@ -336,17 +340,29 @@ class Experts(Kind):
         """Projections into the hidden layer."""
         return ("up",) if self.activation == "relu2" else ("gate", "up")
 
+    @property
+    def row_width(self) -> int:
+        """Width of the rows that routed experts read and write."""
+        return self.width if self.expert_latent is None else self.expert_latent
+
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
         L, D, E, F = layers, self.width, self.routing.experts, self.hidden
+        row = "D" if self.expert_latent is None else "Z"
         params = {
             "router": Param((L, D, E), "LDR", precision="float32", role="router"),
             **{
-                f"expert_{name}": Param((L, E, D, F), "LEDF", role="ffn_in")
+                f"expert_{name}": Param((L, E, self.row_width, F), f"LE{row}F", role="ffn_in")
                 for name in self.projections
             },
-            "expert_down": Param((L, E, F, D), "LEFD", std=self.out_std, role="ffn_out"),
+            "expert_down": Param(
+                (L, E, F, self.row_width), f"LEF{row}", std=self.out_std, role="ffn_out"
+            ),
         }
+        if self.expert_latent is not None:
+            Z = self.expert_latent
+            params["latent_down"] = Param((L, D, Z), "LDZ", role="expert_latent")
+            params["latent_up"] = Param((L, Z, D), "LZD", std=self.out_std, role="expert_latent")
         if self.router_bias != "none":
             # A step of `bias_update_rate` is lost in a bfloat16 bias above 0.5.
             at_rest: Stored | None = "float32" if self.router_bias == "choice" else None
@@ -359,7 +375,7 @@ class Experts(Kind):
             params |= {
                 f"expert_{name}_bias": Param((L, E, F), "LEF", "zeros") for name in self.projections
             }
-            params["expert_down_bias"] = Param((L, E, D), "LED", "zeros")
+            params["expert_down_bias"] = Param((L, E, self.row_width), f"LE{row}", "zeros")
         if self.shared:
             params |= {
                 f"shared_{name}": Param((L, D, self.shared), "LDF", role="ffn_in")
@@ -387,6 +403,7 @@ class Experts(Kind):
             topk_groups=r.topk_groups,
             weighted=self.weighted,
             gates_shared=bool(self.shared and self.shared_gate),
+            latent=self.expert_latent,
         )
         return {"experts": spec, "hidden_products": 1 / len(self.projections)}
 
@@ -454,6 +471,8 @@ class Experts(Kind):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the outputs of routed and shared experts, [B, T/tensor, D],
         and the pairs that were dropped."""
+        if self.expert_latent is not None:
+            return self._latent_outputs(ctx, h_BTD, routes, w, text)
         # Where `tensor` splits the experts, the routed ones get and return the tokens
         # of this device.
         folded = "tensor" in ctx.expert_axes
@@ -471,6 +490,41 @@ class Experts(Kind):
         if self.shared:
             y_BTD += self._shared_output(gathered_BTD, w)
         return sequence_reduce_scatter(y_BTD, 1), dropped
+
+    def _latent_outputs(
+        self,
+        ctx: ForwardContext,
+        h_BTD: jax.Array,
+        routes: Routes,
+        w: dict[str, Any],
+        text: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns what `_outputs` does, of routed experts between two projections.
+
+            y = latent_up routed(latent_down h) + shared(h)
+
+        Each device of `tensor` projects its own positions, so that latents are gathered and
+        scattered, and not the residual stream.
+        """
+        z_BTZ = linear(h_BTD, w["latent_down"])
+        if "tensor" in ctx.expert_axes:
+            routed_BTZ, dropped = self._routed_outputs(ctx, z_BTZ, routes, w, text)
+            if dropped is not None:
+                dropped = all_reduce(dropped, TENSOR)
+        else:
+            gathered_BTZ = sequence_all_gather(z_BTZ, 1)
+            partial_BTZ, dropped = self._routed_outputs(
+                ctx, gathered_BTZ, _gathered(routes), w, text
+            )
+            routed_BTZ = sequence_reduce_scatter(partial_BTZ, 1)
+        # The gradient of latent_up reads it: saved with the hidden layer, it is not computed, and
+        # sent, again.
+        routed_BTZ = checkpoint_name(routed_BTZ, FFN_HIDDEN)
+        y_BTD = linear(routed_BTZ, w["latent_up"])
+        if self.shared:
+            shared_BTD = self._shared_output(sequence_all_gather(h_BTD, 1), w)
+            y_BTD += sequence_reduce_scatter(shared_BTD, 1)
+        return y_BTD, dropped
 
     def _routed_outputs(
         self,
@@ -518,6 +572,12 @@ class Experts(Kind):
             return None
         return -(-all_reduce(text_BT.sum(dtype=jnp.int32), axes) // devices)
 
+    def sends_rounded(self, w: ExpertWeights) -> bool:
+        """Returns whether rows are rounded before they are sent to their experts: for a smaller
+        exchange, or because products in low precision would round them alike where they arrive."""
+        is_rounded_by_products = isinstance(w["up"], SelfMultiplying) and self.weighted == "hidden"
+        return self.expert_exchange == "fp8" or is_rounded_by_products
+
     def apply(
         self,
         rows: Rows,
@@ -530,7 +590,7 @@ class Experts(Kind):
     ) -> jax.Array:
         """Applies each expert to its rows, and their routing weights.
 
-        rows: [rows, D], sorted by expert.
+        rows: [rows, D], of experts in a latent [rows, Z], sorted by expert.
         weights: [rows, 1].
         rows_E: rows of each expert.
         partial: axes that split the experts' width, over which the result is a partial sum.
@@ -749,10 +809,7 @@ def dropless_moe(
     partial = () if "tensor" in axes else TENSOR
     apply = functools.partial(e.apply, w=w, multiply=multiply, partial=partial)
     parallelism = _split_experts(e, len(h_TD), axes, nodes, text, apply)
-    # Products in low precision would round these rows alike where they arrive.
-    rounded_by_products = isinstance(w["up"], SelfMultiplying) and e.weighted == "hidden"
-    is_rounded = e.expert_exchange == "fp8" or rounded_by_products
-    rows = round_rows(h_TD) if is_rounded else Rows(h_TD)
+    rows = round_rows(h_TD) if e.sends_rounded(w) else Rows(h_TD)
     dispatch = _to_experts if nodes == 1 else _to_nodes
     out_TD, served = dispatch(rows, chosen_TX, weights_TX, parallelism)
     dropped = None

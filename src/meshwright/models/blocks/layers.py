@@ -65,10 +65,11 @@ def linear(x: jax.Array, w: Any, *, contract: int = 1) -> jax.Array:
     """
     if hasattr(w, "linear"):
         return w.linear(x, contract)
-    lead, dims = x.shape[: x.ndim - contract], tuple(range(contract))
-    contracted = (tuple(1 + dim for dim in dims), dims)
-    out = jax.lax.dot_general(x.reshape(-1, *w.shape[:contract]), w, (contracted, ((), ())))
-    return out.reshape(*lead, *w.shape[contract:])
+    by_token = x.reshape(-1, *w.shape[:contract])
+    w_dims = tuple(range(contract))
+    x_dims = tuple(1 + dim for dim in w_dims)
+    out = jax.lax.dot_general(by_token, w, ((x_dims, w_dims), ((), ())))
+    return out.reshape(*x.shape[: x.ndim - contract], *w.shape[contract:])
 
 
 def linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
@@ -106,9 +107,8 @@ def _take_rows_bwd(
     # Accumulated in float32: a frequent token sums thousands of rows,
     # and bfloat16 would stop at 256 equal ones.
     table_VD, index = saved
-    return sum_rows(g, index, table_VD.shape[0]).astype(table_VD.dtype), np.zeros(
-        index.shape, jax.dtypes.float0
-    )
+    g_table_VD = sum_rows(g, index, table_VD.shape[0]).astype(table_VD.dtype)
+    return g_table_VD, np.zeros(index.shape, jax.dtypes.float0)
 
 
 take_rows.defvjp(
@@ -137,9 +137,8 @@ def embed(
     if padding_BT is not None:
         in_block_BT &= ~padding_BT
     x_BTD = take_rows(table_VD, jnp.where(in_block_BT, local_BT, 0), sum_rows)
-    return reduce(
-        sequence_reduce_scatter(jnp.where(in_block_BT[..., None], x_BTD, 0), 1), ("stage",), 0
-    )
+    x_BTD = jnp.where(in_block_BT[..., None], x_BTD, 0)
+    return reduce(sequence_reduce_scatter(x_BTD, 1), ("stage",), 0)
 
 
 def _normalised(x: jax.Array, epsilon: float) -> jax.Array:
@@ -163,6 +162,8 @@ def _rms_norm_plus_one(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Ar
 def _layer_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """Standardises x along its last dimension and scales it (LayerNorm without its bias).
 
+    scale: one number for each feature [H], or for each feature of each head [N, H].
+
     Of x itself, mean and inverse standard deviation the backward pass computes the standardised
     values again: plain differentiation saves them in float32, with the difference from the mean and
     its square.
@@ -170,6 +171,10 @@ def _layer_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return _layer_norm_fwd(x, scale, epsilon)[0]
 
 
+# y = (x - mean) / sqrt(var + epsilon), and with g_y = g * scale
+#
+#   grad_x     = (g_y - mean(g_y) - y mean(g_y y)) / sqrt(var + epsilon)
+#   grad_scale = sum over tokens of g y
 def _layer_norm_fwd(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array, Any]:
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32, -1, keepdims=True)
@@ -182,7 +187,8 @@ def _layer_norm_fwd(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax
 def _layer_norm_bwd(epsilon: float, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, scale, mean, inverse_std = saved
     y = (x.astype(jnp.float32) - mean) * inverse_std
-    g_scale = (g * y.astype(g.dtype)).sum(tuple(range(g.ndim - 1))).astype(scale.dtype)
+    tokens = tuple(range(g.ndim - scale.ndim))
+    g_scale = (g * y.astype(g.dtype)).sum(tokens).astype(scale.dtype)
     g_y = (g * scale.astype(g.dtype)).astype(jnp.float32)
     means = jnp.mean(g_y, -1, keepdims=True) + y * jnp.mean(g_y * y, -1, keepdims=True)
     return (inverse_std * (g_y - means)).astype(x.dtype), g_scale
@@ -207,22 +213,27 @@ def _scaled_heads(x_BTNH: jax.Array, inverse_rms_BT: jax.Array, scale_NH: jax.Ar
 class Norm:
     """Normalisation with learned parameters, computed in float32."""
 
-    kind: Literal["rms", "rms_plus_one", "rms_heads", "layer"]
+    kind: Literal["rms", "rms_plus_one", "rms_heads", "layer", "layer_heads"]
     """RMSNorm; with the scale 1 + w (Gemma); over all heads together (OLMo 2);
-    LayerNorm (arXiv:1607.06450)."""
+    LayerNorm (arXiv:1607.06450); LayerNorm of each head, with a scale of its own for each
+    (Command R+)."""
     epsilon: float
     """Constant added to the mean square or the variance."""
     bias: bool = False
     """Whether a LayerNorm has a bias."""
 
+    @property
+    def scales_each_head(self) -> bool:
+        """Whether the scale of heads has a number for every feature of every head,
+        and not one for all heads."""
+        return self.kind in ("rms_heads", "layer_heads")
+
     def params(self, name: str, shape: tuple[int, ...], dims: str) -> dict[str, Param]:
         """Returns the descriptions of the scale `name`, and of the bias."""
-        scale = Param(shape, dims, "zeros" if self.kind == "rms_plus_one" else "ones")
-        return (
-            {name: scale, f"{name}_bias": Param(shape, dims, "zeros")}
-            if self.bias
-            else {name: scale}
-        )
+        params = {name: Param(shape, dims, "zeros" if self.kind == "rms_plus_one" else "ones")}
+        if self.bias:
+            params[f"{name}_bias"] = Param(shape, dims, "zeros")
+        return params
 
     def without_scale(self, x: jax.Array) -> jax.Array:
         """Normalises x along its last dimension, without a learned scale."""
@@ -230,7 +241,7 @@ class Norm:
 
     def __call__(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Normalises x along its last dimension, or over its heads."""
-        if self.kind == "layer":
+        if self.kind in ("layer", "layer_heads"):
             y = _layer_norm(x, scale, self.epsilon)
             return y if bias is None else y + bias.astype(x.dtype)
         if self.kind == "rms_heads":
@@ -239,7 +250,9 @@ class Norm:
             sums_BTP = all_gather(_sum_of_squares(x), ("tensor",), 2)
             mean_BT = sums_BTP.sum(-1) / (sums_BTP.shape[-1] * x.shape[-2] * x.shape[-1])
             return _scaled_heads(x, jax.lax.rsqrt(mean_BT + self.epsilon), scale)
-        return (rms_norm if self.kind == "rms" else _rms_norm_plus_one)(x, scale, self.epsilon)
+        if self.kind == "rms_plus_one":
+            return _rms_norm_plus_one(x, scale, self.epsilon)
+        return rms_norm(x, scale, self.epsilon)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,11 +287,10 @@ class Dropout:
         B, T, D = x_BTD.shape
         position_T = local_shard(self.positions_T, ("tensor",), 0).astype(jnp.uint32)
         index_TD = position_T[:, None] * jnp.uint32(D) + jnp.arange(D, dtype=jnp.uint32)
-        words = (self.key[0], self.key[1] + jnp.asarray(site).astype(jnp.uint32))
+        key = (self.key[0], self.key[1] + jnp.asarray(site).astype(jnp.uint32))
         counter = (self.sequences_B[:, None, None], index_TD[None])
-        bits = threefry2x32_p.bind(
-            *(jnp.broadcast_to(word, (B, T, D)) for word in (*words, *counter))
-        )[0]
+        words = [jnp.broadcast_to(word, (B, T, D)) for word in (*key, *counter)]
+        bits, _ = threefry2x32_p.bind(*words)
         kept = bits >= jnp.uint32(round(self.rate * 2**32))
         return jnp.where(kept, x_BTD / (1.0 - self.rate), 0).astype(x_BTD.dtype)
 
