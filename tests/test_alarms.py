@@ -201,6 +201,28 @@ def test_the_age_of_a_step_is_measured_by_the_steps_before() -> None:
     assert look(30, "step", 205, 0) is not None
 
 
+def test_steps_that_are_faster_than_the_looks_are_measured_too() -> None:
+    phases, watch = Phases(), StepWatch(0)
+    for second in range(60):  # seven steps in each second
+        phases.now = (7 * second, "step", 1000.0 + second)
+        assert watch.look(phases, 1000.0 + second) is None
+    for second in range(60, 120):  # at least a minute
+        assert watch.look(phases, 1000.0 + second) is None
+    missed = watch.look(phases, 1120.0)
+    assert missed is not None
+    assert missed["usual"] == pytest.approx(1 / 7)
+
+
+def test_without_a_hook_nothing_is_said_to_be_suppressed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alarms = Alarms(AlarmOptions(), tmp_path)
+    with alarms.sending():
+        alarms.tell("bad step", "step 3")
+        alarms.tell("bad step", "step 4")
+    assert capfd.readouterr().err == ""
+
+
 def command(tmp_path: Path, trouble: str, *options: str) -> tuple[list[str], dict[str, str]]:
     """Returns a training with a reporter that is trouble: its command and its environment."""
     reporter = tmp_path / "reporter.py"

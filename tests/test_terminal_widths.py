@@ -16,6 +16,7 @@ from meshwright.bench.microbenchmarks import CollectiveTiming
 from meshwright.bench.step_profile import Profile, ProfileRow
 from meshwright.cli.main import run
 from meshwright.planner.forecast import ForecastGap
+from meshwright.reporters.console import open_console
 from meshwright.views.blocks import Column, Facts, Table
 from meshwright.views.run_page import print_profile
 from meshwright.views.run_tables import print_forecast_gaps
@@ -36,6 +37,15 @@ SMALL = [
     "--batch",
     "8",
 ]
+
+
+def test_a_terminal_without_a_size_gets_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    open_console().print("tiny on fsdp=2")
+    assert capsys.readouterr().out == "tiny on fsdp=2\n"
+
 
 VERBS: dict[str, list[str]] = {
     "show": ["show", "llama3-70b", "--mesh", "stage=2,fsdp=8,tensor=8"],

@@ -46,6 +46,8 @@ _PERIOD = 1.0
 _EXPECTED, _SHORTEST, _UNKNOWN = 20.0, 60.0, 1800.0
 """Medians of a step after which it is missed, and seconds that it is given in any case; seconds for what has no median:
 the first steps, compiling, saving."""
+_REMEMBERED = 100
+"""Last steps of which the median is taken."""
 _COMMAND_LIMIT, _WEBHOOK_LIMIT = 30.0, 10.0
 """Seconds after which a command is killed, and a webhook given up."""
 _LAST = 5.0
@@ -128,7 +130,12 @@ class Alarms:
         self._stopped = threading.Event()
 
     def tell(self, kind: str, text: str, **values: Any) -> None:
-        """Sends an alarm, unless one of its kind was sent a short time ago. Returns at once."""
+        """Sends an alarm, unless one of its kind was sent a short time ago. Returns at once.
+
+        Without a command and a webhook nothing is sent, and nothing suppressed.
+        """
+        if not self._options.command and not self._options.webhook:
+            return
         document = {
             "alarm": kind,
             "text": text,
@@ -305,15 +312,18 @@ class StepWatch:
         self._others = 0.0
         """Seconds of this step in other phases than steps and data."""
         self._looked = 0.0
-        self._intervals: collections.deque[float] = collections.deque(maxlen=100)
+        self._intervals: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
+        """Seconds of the last steps; of several between two looks the mean of each."""
         self._told = False
 
     def look(self, phases: Phases, now: float) -> dict[str, Any] | None:
         """Returns what is known of a step that does not come, once; None else. now: of `time.monotonic`."""
         step, phase, since = phases.place
         if self._began is None or step != self._step:
-            if self._began is not None and step == self._step + 1 and not self._told:
-                self._intervals.append(max(0.0, now - self._began - self._others))
+            if self._began is not None and not self._told:
+                passed = step - self._step
+                interval = max(0.0, now - self._began - self._others) / max(1, passed)
+                self._intervals.extend([interval] * min(passed, _REMEMBERED))
             self._step, self._began, self._others, self._told = step, now, 0.0, False
             self._looked = now
             return None
