@@ -41,6 +41,7 @@ from meshwright.step import gradients
 from meshwright.step.health import HealthReader
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.first_tensor import Alarm, First, Watch, name_first
+from meshwright.trainer.recovery import changed_fields
 from meshwright.trainer.replicas import find_odd_replicas, shard_sums
 from meshwright.words import AXES
 
@@ -604,14 +605,20 @@ class Named(NamedTuple):
     step: int | None
     said: str
     seconds: float
+    resume: str = ""
+    """What `--resume` prints of another program: a run has one for as long as it lives, so this
+    fault begins with a start."""
 
 
 def try_fault(runner: Runner, fault: Fault) -> Named:
     """Plants a fault and goes on to the first alarm."""
     began = time.perf_counter()
     state, watch = runner.start()
+    resume = ""
     if fault.program is not None:
+        before = runner.run
         runner = Runner(runner.place, runner.seed, **fault.program)
+        resume = "; ".join(change.text for change in changed_fields(before, runner.run))
     if fault.code is not None:
         with fault.code():
             # Another object: what is worked out once for a model is worked out again.
@@ -625,8 +632,9 @@ def try_fault(runner: Runner, fault: Fault) -> Named:
             batch = fault.batch(runner, number)
         state, alarm = runner.advance(state, batch, number, watch)
         if alarm is not None:
-            return _named(runner, fault, alarm, state, batch, number, began)
-    return Named(False, None, "nothing", time.perf_counter() - began)
+            named = _named(runner, fault, alarm, state, batch, number, began)
+            return named._replace(resume=resume)
+    return Named(False, None, "nothing", time.perf_counter() - began, resume)
 
 
 def _named(
@@ -695,15 +703,18 @@ def main() -> None:
             mark = "named" if result.named else "MISSED"
             print(
                 f"{mark:6} {place.family} {place.mesh} | {fault.name} ({fault.part}) | step "
-                f"{result.step} | {result.seconds:.1f} s | {result.said[:220]}",
+                f"{result.step} | {result.seconds:.1f} s | {result.said[:220]}"
+                + (f" | --resume: {result.resume}" if result.resume else ""),
                 flush=True,
             )
             rows.append(
                 {"fault": fault.name, "place": name, "part": fault.part, **result._asdict()}
             )
     for part in ("tuned", "apart", "later"):
-        results = [row["named"] for row in rows if row["part"] == part]
-        print(f"{part}: {sum(results)} of {len(results)} named")
+        results = [row for row in rows if row["part"] == part]
+        named = sum(row["named"] for row in results)
+        either = sum(row["named"] or bool(row["resume"]) for row in results)
+        print(f"{part}: {named} of {len(results)} named, {either} with what a resume prints")
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 

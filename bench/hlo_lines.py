@@ -90,6 +90,46 @@ def parse_line(text: str) -> Line | None:
     )
 
 
+_COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
+_ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
+
+
+def with_elements(text: str) -> str:
+    """Returns a dumped program with an instruction for each element of a tuple, which a dump writes `%tuple#2`."""
+    written: list[str] = []
+    shapes: dict[str, str] = {}
+    for line in text.splitlines():
+        if _COMPUTATION.match(line):
+            shapes.clear()
+        while (element := _ELEMENT.search(line)) is not None:
+            name = f"{element[1]}.element.{element[2]}"
+            if name not in shapes:
+                shapes[name] = _parts_of(shapes[element[1]])[int(element[2])]
+                written.append(
+                    f"  %{name} = {shapes[name]} get-tuple-element(%{element[1]}), index={element[2]}"
+                )
+            line = f"{line[: element.start()]}%{name}{line[element.end() :]}"
+        written.append(line)
+        parsed = parse_line(line)
+        if parsed is not None:
+            shapes[parsed.name] = parsed.shape
+    return "\n".join(written) + "\n"
+
+
+def _parts_of(shape: str) -> list[str]:
+    """Splits the shape of a tuple at its outermost commas."""
+    parts, depth, begin = [], 0, 1
+    for at, letter in enumerate(shape):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        if (letter == "," and depth == 1) or depth == 0:
+            parts.append(re.sub(r"/\*.*?\*/", "", shape[begin:at]).strip())
+            begin = at + 1
+    return parts
+
+
 Computations = dict[str, dict[str, Line]]
 """Instructions by name, of each computation by name."""
 
@@ -100,7 +140,7 @@ def parse(text: str) -> tuple[Computations, str]:
     body: dict[str, Line] = {}
     entry = ""
     for line in text.splitlines():
-        head = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
+        head = _COMPUTATION.match(line)
         if head is not None:
             body = computations[head[2]] = {}
             entry = head[2] if head[1] else entry

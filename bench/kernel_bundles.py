@@ -1,12 +1,12 @@
 """Bundles of the TPU's attention kernels, read from libtpu's dump: `python bench/kernel_bundles.py [FILTER...]`.
 
 libtpu compiles a kernel for a chip that is not here and writes its final VLIW bundles. The script compiles splash
-attention with each choice of blocks, counts the bundles of the parts of its grid loop, and writes them to
-src/xlacensus/kernel_bundles.json, which the planner and the census price attention with. Rows that are there are kept;
+attention of JAX and of tokamax with each choice of blocks, counts the bundles of the parts of its grid loop, and
+writes them to src/xlacensus/kernel_bundles.json, which the planner and the census price attention with. Rows are kept;
 `FILTER` (fused_128_2048, for example) makes the rows anew whose name has one of them. `--check` compares the prices with
 the measured kernels of bench/foresight/v6e-kernels.csv.
 
-It needs libtpu (docs/install.md). One kernel takes 4 to 30 seconds of a core.
+It needs libtpu and tokamax (docs/install.md). One kernel takes 4 to 30 seconds of a core.
 """
 
 import argparse
@@ -39,6 +39,17 @@ CLOCK_HZ = 1.75e9
 TOKENS = 8192
 HEADS = 128
 """Heads of one sequence: operands of 268 MB, which stay in HBM."""
+GROUP = 4
+"""Query heads of a key head in tokamax's kernels, whose backward kernel adds their gradients in HBM; in JAX's the
+bundles are the same for all."""
+TOKAMAX = (
+    (512, 512, 512),
+    (1024, 1024, 1024),
+    (2048, 1024, 1024),
+    (2048, 2048, 512),
+    (2048, 2048, 1024),
+)
+"""Blocks of tokamax's kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +57,7 @@ class Variant:
     """One compilation: a forward and a backward pass."""
 
     chip: str
+    library: str
     head_size: int
     fused: bool
     segments: bool
@@ -57,7 +69,7 @@ class Variant:
         kernel = "fused" if self.fused else "two"
         documents = "" if self.segments else "_plain"
         blocks = "_".join(map(str, self.blocks))
-        return f"{self.chip}_{kernel}_{self.head_size}_{blocks}{documents}"
+        return f"{self.chip}_{self.library}_{kernel}_{self.head_size}_{blocks}{documents}"
 
 
 def variants() -> Iterator[Variant]:
@@ -65,24 +77,21 @@ def variants() -> Iterator[Variant]:
     for chip in CHIPS:
         for head_size in HEAD_SIZES:
             for blocks in SQUARE:
-                yield Variant(chip, head_size, True, True, blocks)
+                yield Variant(chip, "jax", head_size, True, True, blocks)
                 if blocks[2] == 512 and blocks[0] <= 1024:
-                    yield Variant(chip, head_size, False, True, blocks)
+                    yield Variant(chip, "jax", head_size, False, True, blocks)
         for blocks in (*SQUARE, *MEASURED):
-            yield Variant(chip, 128, True, False, blocks)
-        yield Variant(chip, 128, False, False, (512, 512, 512))
+            yield Variant(chip, "jax", 128, True, False, blocks)
+        yield Variant(chip, "jax", 128, False, False, (512, 512, 512))
+        for blocks in TOKAMAX:
+            yield Variant(chip, "tokamax", 128, True, True, blocks)
 
 
-def compile_variant(variant: Variant, dump: Path) -> list[dict[str, Any]]:
-    """Compiles the kernels of a variant, and returns their rows."""
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import topologies
+def jax_kernel(variant: Variant) -> tuple[Any, Any]:
+    """Returns JAX's kernel of a variant, and its class of documents."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-    from jax.sharding import SingleDeviceSharding
 
-    topology, vmem = CHIPS[variant.chip]
     q, kv, compute = variant.blocks
     backward: dict[str, Any] = {"use_fused_bwd_kernel": True}
     if not variant.fused:
@@ -101,21 +110,64 @@ def compile_variant(variant: Variant, dump: Path) -> list[dict[str, Any]]:
             **backward,
         ),
     )
+    return kernel, splash.SegmentIds
 
-    def loss(q_NTH: jax.Array, k_NTH: jax.Array, v_NTH: jax.Array, documents_T: jax.Array) -> Any:
-        segments = splash.SegmentIds(documents_T, documents_T) if variant.segments else None
-        return kernel(q_NTH, k_NTH, v_NTH, segment_ids=segments).astype(jnp.float32).sum()
+
+def tokamax_kernel(variant: Variant) -> tuple[Any, Any]:
+    """Returns tokamax's kernel of a variant, and its class of documents."""
+    from tokamax._src.ops.experimental.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
+
+    q, kv, compute = variant.blocks
+    kernel = splash.make_splash_mha_single_device(
+        masks.CausalMask((TOKENS, TOKENS)),
+        config=splash.SplashConfig(
+            block_q=q,
+            block_kv=kv,
+            block_kv_compute=compute,
+            block_q_dkv=q,
+            block_kv_dkv=kv,
+            block_kv_dkv_compute=compute,
+        ),
+    )
+    return kernel, splash.SegmentIds
+
+
+LIBRARIES = {"jax": jax_kernel, "tokamax": tokamax_kernel}
+RUNS = {"jax": 1, "tokamax": 2}
+"""Bodies of the loop: tokamax's has one for blocks that the mask cuts, and one for the rest."""
+
+
+def compile_variant(variant: Variant, dump: Path) -> list[dict[str, Any]]:
+    """Compiles the kernels of a variant, and returns their rows."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    topology, vmem = CHIPS[variant.chip]
+    q, kv, compute = variant.blocks
+    kernel, documents_of = LIBRARIES[variant.library](variant)
+
+    def loss(q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, documents_T: jax.Array) -> Any:
+        segments = documents_of(documents_T, documents_T) if variant.segments else None
+        return kernel(q_NTH, k_KTH, v_KTH, segment_ids=segments).astype(jnp.float32).sum()
 
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     sharding = SingleDeviceSharding(device)
-    shape = (1, HEADS, TOKENS, variant.head_size)
-    operand = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+    key_heads = HEADS // GROUP if variant.library == "tokamax" else HEADS
+    operands = []
+    for heads in (HEADS, key_heads, key_heads):
+        shape = (1, heads, TOKENS, variant.head_size)
+        operands.append(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding))
     documents = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32, sharding=sharding)
     step = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2))))
     for old in dump.iterdir():
         old.unlink()
     options = {"xla_tpu_scoped_vmem_limit_kib": str(vmem)}
-    step.lower(operand, operand, operand, documents).compile(compiler_options=options)
+    step.lower(*operands, documents).compile(compiler_options=options)
 
     rows = []
     for file in sorted(dump.glob("*splash_mha_*final_bundles.txt")):
@@ -128,13 +180,14 @@ def compile_variant(variant: Variant, dump: Path) -> list[dict[str, Any]]:
         rows.append(
             {
                 "chip": variant.chip,
+                "library": variant.library,
                 "kernel": name,
                 "head_size": variant.head_size,
                 "segments": variant.segments,
                 "q": q,
                 "kv": kv,
                 "kv_compute": compute,
-                **count_parts(file.read_text(errors="replace")),
+                **count_parts(file.read_text(errors="replace"), RUNS[variant.library]),
             }
         )
     return rows
@@ -148,11 +201,13 @@ _TARGET = re.compile(r"Start/End empty region (\d+)")
 # A branch forward skips a part; the branch backward closes the loop over the grid:
 #
 #   LB        loop body
-#             sbr.rel target = A        start, or a part around the three
-#   A         sbr.rel target = B        run
-#   B         sbr.rel target = C        finish
+#             sbr.rel target = A        start, or a part around all
+#   A         sbr.rel target = B        run, once or twice: whole blocks, then those that the mask cuts
+#   B         sbr.rel target = C        finish, once or twice: the first query head of a key head, the others
 #   C         sbr.rel target = LB
-def count_parts(text: str) -> dict[str, int]:
+#
+# A part outside the one around all is of the pipeline, and counted with the step.
+def count_parts(text: str, runs: int = 1) -> dict[str, int]:
     """Returns the bundles of the parts of a kernel's grid loop (`KernelBundles`) from its final bundles."""
     address = 0
     first = 0
@@ -176,12 +231,23 @@ def count_parts(text: str) -> dict[str, int]:
             parts.append((start, end))
         elif region not in targets:
             last = start
-    inner = [part for part in parts if not _has_part_inside(part, parts)]
-    if len(inner) != 3 or last <= first:
-        raise ValueError(f"the grid loop has {len(inner)} parts, not three: {inner}")
+    around = [part for part in parts if _has_part_inside(part, parts)]
+    inner = [part for part in parts if part not in around]
+    if around:
+        inner = [part for part in inner if _has_part_inside(around[0], [part])]
     sizes = [end - start for start, end in inner]
+    finishes = sizes[1 + runs :]
+    if not finishes or last <= first or max(sizes) not in sizes[1 : 1 + runs]:
+        raise ValueError(f"the grid loop has {len(inner)} parts, not {2 + runs}: {inner}")
     step = last - first + 1 - sum(sizes)
-    return {"start": sizes[0], "run": sizes[1], "finish": sizes[2], "step": step}
+    full = sizes[1]
+    return {
+        "start": sizes[0],
+        "run": sizes[runs],
+        "full": full,
+        "finish": max(finishes),
+        "step": step,
+    }
 
 
 def _has_part_inside(part: tuple[int, int], parts: list[tuple[int, int]]) -> bool:
@@ -204,7 +270,7 @@ def check() -> None:
         tokens = int(row["seq"])
         heads = int(row["batch"]) * int(row["q_heads"])
         forward = KernelBlocks(int(row["bq"]), int(row["bkv"]), int(row["bkv_compute"]))
-        kernel = find_bundles("TPU v6e", "fwd", 128, forward, segments=False)
+        kernel = find_bundles("TPU v6e", "jax", "fwd", 128, forward, segments=False)
         if not row["fwd_ms"] or kernel is None or "SEQ_MINOR" in row["layout"]:
             continue
         pairs = causal_pairs(tokens, kernel.q, kernel.kv)
@@ -229,7 +295,7 @@ def main() -> None:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     if BUNDLES_FILE.is_file():
         for row in json.loads(BUNDLES_FILE.read_text())["kernels"]:
-            rows[tuple(row.values())[:7]] = row
+            rows[tuple(row.values())[:8]] = row
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder)
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -247,14 +313,14 @@ def main() -> None:
                 print(f"{variant.name}: {str(error)[:200]}", flush=True)
                 continue
             for row in made:
-                rows[tuple(row.values())[:7]] = row
+                rows[tuple(row.values())[:8]] = row
             print(f"{variant.name}: {made}", flush=True)
             _write(BUNDLES_FILE, list(rows.values()))
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:
     """Writes the rows, sorted, with the versions that made them."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "tokamax")}
     ordered = sorted(rows, key=lambda row: [str(value) for value in row.values()])
     lines = ",\n".join(f"  {json.dumps(row)}" for row in ordered)
     source = "bench/kernel_bundles.py"

@@ -7,6 +7,10 @@ A recipe is what its authors ran: model, batch, remat policy, attention kernel a
 of bench/README.md in place of theirs. No constant was fitted to what is read of these programs. `read` prices each by
 the census's simulated schedule and by `second_reading.py`, and writes results/measured_recipes.json and the tables of
 docs/foresight.md; programs that the cache lacks keep their row.
+
+`compile --schedule` ends before code is generated, which takes nine tenths of the time (`maxtext_compile.py`). Such a program
+has no cycles of the compiler: the census takes matmuls at the chip's fraction of the peak, the second reading at the
+peak. The table says `scheduled`, and of HBM what was assigned, where it is more than the chip has.
 """
 
 import argparse
@@ -22,6 +26,8 @@ from typing import Any
 import peers
 from page_table import put_table
 from second_reading import read_program
+
+from meshwright.hardware.targets import parse_target
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "foresight"))
@@ -55,16 +61,30 @@ _LAYOUT = (
     "xla_tpu_assign_all_reduce_scatter_layout=true",
 )
 _VMEM = ("xla_tpu_scoped_vmem_limit_kib=98304",)
+_FUSED_ALL_GATHER = (
+    "xla_tpu_enable_async_collective_fusion=true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "xla_tpu_overlap_compute_collective_tc=true",
+    "xla_enable_async_all_gather=true",
+)
 _SPARSE_ALL_REDUCE = (
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce=false",
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
     "xla_tpu_enable_all_reduce_offload_tracing=true",
     "xla_tpu_use_tc_device_shape_on_sc=true",
     "xla_sc_enable_instruction_fusion=false",
+    "xla_sc_disjoint_spmem=false",
     "xla_sc_disable_megacore_partitioning=true",
 )
-"""Sets of options of MaxText's benchmarks/xla_flags_library.py. Left out are those that libtpu 0.0.52 refuses:
-`xla_sc_disjoint_spmem`, which it does not know, and CF_FOR_ALL_GATHER, which it has for v5e only."""
+_NOT_WINDOWED = ("xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",)
+"""Sets of options of MaxText's benchmarks/xla_flags_library.py, as published."""
+
+REFUSED = {
+    "xla_sc_disjoint_spmem": "unknown to it",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "for v5e only, with the option of async all-gathers",
+}
+"""Options that libtpu 0.0.52 refuses, and why. Each is left out of the recipes that have it, and the table says so."""
 
 _BLOCKS = tuple(
     f"sa_block_{name}=2048"
@@ -95,9 +115,14 @@ class Recipe:
     words: tuple[str, ...]
     options: tuple[str, ...]
 
+    def left_out(self) -> list[str]:
+        """Returns the recipe's options that the compiler refuses."""
+        return [option for option in self.options if option.partition("=")[0] in REFUSED]
+
     def arguments(self) -> list[str]:
-        """Returns MaxText's arguments."""
-        flags = " ".join(f"--{option}" for option in self.options)
+        """Returns MaxText's arguments, without the options that the compiler refuses."""
+        accepted = [option for option in self.options if option not in self.left_out()]
+        flags = " ".join(f"--{option}" for option in accepted)
         return [
             f"compile_topology={self.topology}",
             f"ici_fsdp_parallelism={self.chips}",
@@ -111,7 +136,7 @@ RECIPES = (
     Recipe(
         "Qwen3 8B",
         "cc-mt-0602-maxtext-qwen3-8b-v6e8-ref-seq8192",
-        "the same as of Llama 3.1 8B, by the row's columns",
+        "the row's page: llama3_1_8b_8192_no_collective_matmul of MaxText's tpu-recipes-v0.1.4, with this model",
         "v6e:2x4",
         "v6e-8",
         8,
@@ -119,7 +144,9 @@ RECIPES = (
             "model_name=qwen3-8b", "per_device_batch_size=3", "max_target_length=8192", "use_iota_embed=true",
             *_FIVE_OFFLOADED, *_BLOCKS, "sa_use_fused_bwd_kernel=true",
         ),
-        (*_VMEM, *_LAYOUT, *_DATA_PARALLEL, *_SPARSE_ALL_REDUCE, *_HOST),
+        (
+            *_VMEM, *_LAYOUT, *_DATA_PARALLEL, *_FUSED_ALL_GATHER, *_SPARSE_ALL_REDUCE, *_HOST, *_NOT_WINDOWED,
+        ),
     ),
     Recipe(
         "Llama 3.1 405B",
@@ -132,7 +159,7 @@ RECIPES = (
             "model_name=llama3.1-405b", "per_device_batch_size=2", "max_target_length=8192", "use_iota_embed=true",
             "remat_policy=custom", "context=offload", "mlpwo=offload", "num_vocab_tiling=4", *_BLOCKS,
         ),
-        (*_VMEM, *_HOST),
+        (*_VMEM, *_FUSED_ALL_GATHER, *_HOST),
     ),
     Recipe(
         "Llama 3.1 8B",
@@ -145,7 +172,7 @@ RECIPES = (
             "model_name=llama3.1-8b", "per_device_batch_size=4", "max_target_length=8192", "use_iota_embed=true",
             *_FIVE_OFFLOADED, *_BLOCKS, "sa_use_fused_bwd_kernel=true",
         ),
-        (*_VMEM, *_LAYOUT, *_DATA_PARALLEL, *_SPARSE_ALL_REDUCE, *_HOST),
+        (*_VMEM, *_LAYOUT, *_DATA_PARALLEL, *_FUSED_ALL_GATHER, *_SPARSE_ALL_REDUCE, *_HOST),
     ),
     Recipe(
         "Llama 2 70B",
@@ -160,7 +187,7 @@ RECIPES = (
         ),
         (
             "xla_tpu_megacore_fusion_allow_ags=false", "xla_enable_async_collective_permute=true",
-            "xla_tpu_enable_ag_backward_pipelining=true", *_DATA_PARALLEL,
+            "xla_tpu_enable_ag_backward_pipelining=true", *_FUSED_ALL_GATHER, *_DATA_PARALLEL,
         ),
     ),
 )  # fmt: skip
@@ -186,6 +213,13 @@ _KINDS = {
     "elementwise": ("ms_loop_fusion", "ms_data_formatting"),
     "exposed": ("ms_collective_exposed",),
 }
+"""Kinds of operation: the columns of a profile that add up to each."""
+
+_READ_AS = {
+    "census": {"elementwise": "memory"},
+    "second": {"elementwise": "memory", "exposed": "wait: collective"},
+}
+"""Names of those kinds in a reading, where it has another."""
 
 
 def _profile(row: dict[str, str]) -> dict[str, float]:
@@ -205,25 +239,32 @@ def compile_recipes(given: argparse.Namespace) -> None:
         if (folder / "facts.json").is_file():
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        facts = peers.compile_maxtext(given.maxtext, recipe.target, recipe.arguments(), folder)
+        words = [*(["--schedule"] if given.schedule else []), *recipe.arguments()]
+        facts = peers.compile_maxtext(given.maxtext, recipe.target, words, folder)
         (folder / "facts.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         print(
             recipe.name, facts.get("error", f"{facts.get('compile_seconds', 0):.0f} s"), flush=True
         )
 
 
-def read_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Returns the two readings of a compiled recipe beside its measured step."""
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    row: dict[str, Any] = {
+def describe(recipe: Recipe) -> dict[str, Any]:
+    """Returns a recipe beside its measured step."""
+    return {
         "name": recipe.name,
         "row": recipe.row,
         "settings_of": recipe.settings_of,
         "target": recipe.target,
         "chips": recipe.chips,
         "arguments": recipe.arguments(),
+        "left_out": recipe.left_out(),
         "measured": measured(recipe.row),
     }
+
+
+def read_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Returns the two readings of a compiled recipe beside its measured step."""
+    row = describe(recipe)
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     if "error" in facts:
         return {**row, "error": facts["error"]}
     with gzip.open(folder / "program.hlo.gz", "rt", encoding="utf-8") as file:
@@ -232,8 +273,10 @@ def read_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
     second = read_program(text, recipe.target)
     return {
         **row,
-        "census": {"seconds": census["seconds"], "by_kind": census["by_kind"]},
-        "second": {"seconds": second["seconds"], "by_kind": second["by_kind"]},
+        "census": {key: census[key] for key in ("seconds", "by_kind", "unpriced")},
+        "second": {key: second[key] for key in ("seconds", "by_kind", "doubts")},
+        "hbm": facts["assigned"] if facts.get("scheduled_only") else facts["peak"],
+        "scheduled_only": facts.get("scheduled_only", False),
         "versions": facts["versions"],
     }
 
@@ -246,7 +289,7 @@ def read_recipes(given: argparse.Namespace) -> None:
         folder = given.cache / recipe.row
         if (folder / "facts.json").is_file():
             rows[recipe.row] = read_recipe(recipe, folder)
-    ordered = [rows[recipe.row] for recipe in RECIPES if recipe.row in rows]
+    ordered = [rows.get(recipe.row) or describe(recipe) for recipe in RECIPES]
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     put_table(PAGE, SCRIPT, table(ordered, json.loads(H100.read_text(encoding="utf-8"))["steps"]))
 
@@ -255,39 +298,67 @@ def table(recipes: Iterable[dict[str, Any]], h100: Sequence[dict[str, Any]]) -> 
     """Returns measured and read steps, then kinds of operation where a profile has them, as Markdown."""
     recipes = list(recipes)
     lines = [
-        "| program | machine | measured, s | census, s | second reading, s |",
-        "|---|---|---|---|---|",
+        "| program | machine | options refused | HBM, GiB | measured, s | census, s | second reading, s |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in recipes:
+        refused = ", ".join(f"`{option}`" for option in row["left_out"])
         seconds = row["measured"]["step"]
-        if "error" in row:
-            lines.append(
-                f"| MaxText, {row['name']} | {row['target']} | {seconds:.4g} | does not compile | |"
-            )
+        scheduled = ", scheduled" if row.get("scheduled_only") else ""
+        head = f"| MaxText, {row['name']}{scheduled} | {row['target']} | {refused} | {_memory(row)} | {seconds:.4g} "
+        if "census" not in row:
+            state = "does not compile" if "error" in row else "not compiled yet"
+            lines.append(f"{head}| {state} | |")
             continue
-        cells = [_beside(row[reading]["seconds"], seconds) for reading in ("census", "second")]
-        lines.append(
-            f"| MaxText, {row['name']} | {row['target']} | {seconds:.4g} | {cells[0]} | {cells[1]} |"
-        )
+        cells = [_beside(row[reading]["seconds"], seconds) for reading in _READ_AS]
+        lines.append(f"{head}| {cells[0]} | {cells[1]} |")
     for step in h100:
         seconds = step["bare_seconds"]
         note = f", {step['note']}" if step["note"] else ""
         lines.append(
-            f"| ours, {step['run']}{note} | h100:1 | {seconds:.4g} | "
+            f"| ours, {step['run']}{note} | h100:1 | | | {seconds:.4g} | "
             f"{_beside(step['simulated_seconds'], seconds)} | |"
         )
-    profiled = [row for row in recipes if len(row["measured"]) > 1 and "error" not in row]
+    profiled = [row for row in recipes if len(row["measured"]) > 1 and "census" in row]
     if profiled:
-        lines += ["", "| program | kind | measured, s | census, s |", "|---|---|---|---|"]
+        lines += [
+            "",
+            "| program | kind | measured, s | census, s | second reading, s |",
+            "|---|---|---|---|---|",
+        ]
     for row in profiled:
-        for kind, seconds in row["measured"].items():
-            if kind == "step":
-                continue
-            read = row["census"]["by_kind"].get("memory" if kind == "elementwise" else kind, 0.0)
+        readings = {reading: _kinds_read(row, reading) for reading in _READ_AS}
+        for kind, seconds in _with_rest(row["measured"]).items():
+            cells = [_beside(found[kind], seconds) for found in readings.values()]
             lines.append(
-                f"| MaxText, {row['name']} | {kind} | {seconds:.2f} | {_beside(read, seconds)} |"
+                f"| MaxText, {row['name']} | {kind} | {seconds:.2f} | {cells[0]} | {cells[1]} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def _memory(row: dict[str, Any]) -> str:
+    if "hbm" not in row:
+        return ""
+    available = parse_target(row["target"]).chip.hbm_bytes
+    over = f" of {available / 2**30:.1f}" if row["hbm"] > available else ""
+    return f"{row['hbm'] / 2**30:.1f}{over}"
+
+
+def _kinds_read(row: dict[str, Any], reading: str) -> dict[str, float]:
+    """Returns the seconds of a reading by the kinds that the row's profile has."""
+    names, read = _READ_AS[reading], row[reading]
+    found = {
+        kind: read["by_kind"].get(names.get(kind, kind), 0.0)
+        for kind in row["measured"]
+        if kind != "step"
+    }
+    return _with_rest({"step": read["seconds"], **found})
+
+
+def _with_rest(seconds: dict[str, float]) -> dict[str, float]:
+    """Returns kinds of operation, and what remains of the step beside them."""
+    kinds = {kind: value for kind, value in seconds.items() if kind != "step"}
+    return {**kinds, "all else": seconds["step"] - sum(kinds.values())}
 
 
 def _beside(read: float, seconds: float) -> str:
@@ -304,6 +375,9 @@ def main() -> None:
         verb.add_argument("--cache", type=Path, required=True, help="folder of compiled programs")
         verb.set_defaults(do=action)
     compiling.add_argument("--maxtext", required=True, help="Python of an environment with MaxText")
+    compiling.add_argument(
+        "--schedule", action="store_true", help="end before code is generated (maxtext_compile.py)"
+    )
     compiling.add_argument("--only", action="append", help="recipes whose name has this in it")
     given = parser.parse_args()
     given.do(given)

@@ -1,14 +1,14 @@
-"""Command R7B and Command A (arXiv:2504.00698) by name; dimensions from their published configurations.
+"""Command R+, Command R7B and Command A (arXiv:2504.00698) by name; dimensions from their published configurations.
 
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
 from meshwright.config import Data, Optimizer, Training
-from meshwright.models.families.cohere import Cohere2
+from meshwright.models.families.cohere import Cohere, Cohere2
 from meshwright.runs.run import Run
 
 
-def _command(name: str, model: Cohere2) -> Run:
+def _command(name: str, model: Cohere | Cohere2) -> Run:
     return Run(
         name=name,
         model=model,
@@ -18,6 +18,15 @@ def _command(name: str, model: Cohere2) -> Run:
         optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
         data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )
+
+
+def command_r_plus() -> Run:
+    """Command R+: 104 B parameters."""
+    model = Cohere(
+        256000, 12288, 64, 96, kv_heads=8, mlp=33792, rope_theta=75e6, logit_scale=0.8333333333333334,
+        qk_norm="layer_heads",
+    )  # fmt: skip
+    return _command("command-r-plus", model)
 
 
 def command_r7b() -> Run:

@@ -10,10 +10,13 @@ from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.runs.run import Run
 
 
-def _granite(name: str, width: int, heads: int, kv_heads: int, **fields: Any) -> Run:
+def _granite(
+    name: str, width: int, heads: int, kv_heads: int, pattern: str = "MMMMM*MMMM" * 4, **fields: Any
+) -> Run:
     model = GraniteHybrid(
-        100352, width, 40, heads, kv_heads=kv_heads, attention_interval=10, attention_offset=5,
-        mamba_heads=2 * width // 64, mamba_head_size=64, mamba_state=128, embedding="tied", **fields,
+        100352, width, len(pattern), heads, kv_heads=kv_heads, pattern=pattern,
+        mamba_state=128, embedding="tied",
+        **{"mamba_heads": 2 * width // 64, "mamba_head_size": 64, **fields},
     )  # fmt: skip
     return Run(
         name=name,
@@ -24,6 +27,14 @@ def _granite(name: str, width: int, heads: int, kv_heads: int, **fields: Any) ->
         optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
         data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )
+
+
+def granite4_h_350m() -> Run:
+    """Granite 4.0 H-350M: 340 M parameters, dense; attention in four layers without a period."""
+    return _granite(
+        "granite4-h-350m", 768, 12, 4, "M" * 10 + "*MM*MMM*" + "M" * 9 + "*MMMM", mlp=2048,
+        mamba_heads=48, mamba_head_size=32, residual_multiplier=0.246, logits_scaling=3.0,
+    )  # fmt: skip
 
 
 def granite4_h_micro() -> Run:

@@ -1,4 +1,4 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano by name; dimensions from their published configurations.
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 by name; dimensions from their published configurations.
 
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
@@ -44,4 +44,14 @@ def nemotron3_nano_30b_a3b() -> Run:
         "nemotron3-nano-30b-a3b", "MEMEM*E" * 5 + "MEMEMEM*E" + "ME" * 4, 2688, 32,
         kv_heads=2, mamba_heads=64, experts=128, experts_per_token=6, expert_mlp=1856, shared_mlp=3712,
         routed_scaling=2.5, aux_loss_weight=0.0001, bias_update_rate=0.001,
+    )  # fmt: skip
+
+
+def nemotron3_super_120b_a12b() -> Run:
+    """Nemotron 3 Super 120B-A12B: 121 B parameters, of which a token uses 12.8 B; experts read a latent."""
+    return _nemotron(
+        "nemotron3-super-120b-a12b",
+        "MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*EMEMEMEME", 4096, 32,
+        kv_heads=2, experts=512, experts_per_token=22, expert_mlp=2688, shared_mlp=5376, expert_latent=1024,
+        routed_scaling=5.0, aux_loss_weight=0.0001, bias_update_rate=0.001,
     )  # fmt: skip

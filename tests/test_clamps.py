@@ -124,7 +124,7 @@ JUDGED: dict[tuple[str, str], str] = {
     ("src/meshwright/generation/decoder.py", "max(0, longest - 1)"): COUNT,
     ("src/xlacensus/hlo/buffers.py", "max(0, min(high, b) - max(low, a))"): COUNT,
     ("src/meshwright/planner/attention.py", "max(0, first_query - window + 1)"): COUNT,
-    ("src/xlacensus/kernel_bundles.py", "max(0, row * q - window + 1)"): COUNT,
+    ("src/xlacensus/kernel_bundles.py", "max(0, first_query - window + 1)"): COUNT,
     (
         "src/meshwright/planner/estimate.py",
         "max(0.0, sent / self.target.chip.host_bandwidth - overlapped)",

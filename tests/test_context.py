@@ -16,6 +16,7 @@ from meshwright.models.blocks.context import build_attend
 from meshwright.models.kernels import blocked
 from meshwright.models.kernels.attention import Kernels, reference_attention, sequence_positions
 from meshwright.models.kernels.splash import splash_kernels
+from meshwright.models.kernels.tokamax_splash import tokamax_splash_kernels
 from meshwright.plugins import resolve
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
 
@@ -97,22 +98,26 @@ def test_values_and_gradients_match_one_device(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shards", "window"),
+    ("strategy", "shards", "window", "library"),
     [
-        ("ring", 2, None),
-        ("all_gather", 2, 300),
+        ("ring", 2, None, "jax"),
+        ("ring", 2, None, "tokamax"),
+        ("all_gather", 2, 300, "jax"),
         *(
-            pytest.param(strategy, shards, window, marks=exhaustive)
+            pytest.param(strategy, shards, window, "jax", marks=exhaustive)
             for strategy, shards, window in (("ring", 4, None), ("ring", 2, 100), ("ring", 4, 300), ("usp", 4, None),
                                              ("all_gather", 4, None), ("ulysses", 2, 100))
         ),
     ],
 )  # fmt: skip
 def test_splash_in_every_strategy_matches_one_device(
-    strategy: str, shards: int, window: int | None
+    strategy: str, shards: int, window: int | None, library: str
 ) -> None:
     """The TPU's kernel, interpreted, between chunks of 128 positions, heads of 64."""
     kernels = splash_kernels(128, interpret=True)
+    if library == "tokamax":
+        pytest.importorskip("tokamax")
+        kernels = tokamax_splash_kernels(128, interpret=True)
     seq = 256 * shards
     q, k, v, segments = draw(seq=seq, size=64)
     heads = (q[:1, :, :4], k[:1, :, :2], v[:1, :, :2], segments[:1])

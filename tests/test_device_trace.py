@@ -5,6 +5,7 @@ No trace of a chip is at hand: the planes are written here, over texts of progra
 
 import errno
 import json
+import os
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from jax.profiler import ProfileData
 
 from meshwright.bench.device_trace import Event, Trace, device_time, read_trace
 from meshwright.bench.slow_devices import computations, name_slow_devices
-from meshwright.bench.slow_steps import WatchedRun
+from meshwright.bench.slow_steps import WatchedRun, remove_old_traces
 from meshwright.bench.step_profile import compare
 from meshwright.mesh_shape import MeshShape
 from xlacensus.hlo.parser import Module, parse_module
@@ -267,8 +268,14 @@ def test_steps_that_become_slow_are_traced_once_an_hour(
             steps += 1
             return state, batch
 
+    # Traces of earlier starts, the newest written after this one by a clock that was set back.
+    for number in (1, 2, 8, 9, 10):
+        write(planes_of_eight("GPU", 3), tmp_path / str(number))
+    (newest,) = (tmp_path / "10").rglob("*.xplane.pb")
+    os.utime(newest, (time.time() + 3600,) * 2)
+
     def stop_trace() -> None:
-        write(planes_of_eight("GPU", slow), tmp_path)
+        write(planes_of_eight("GPU", slow), tmp_path / "11")
         taken.append(steps)
 
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
@@ -290,6 +297,19 @@ def test_steps_that_become_slow_are_traced_once_an_hour(
         error += capfd.readouterr().err
         time.sleep(0.02)
     assert error.count("slow steps (") == 1 and said in error
+    run.stop()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "10", "11", "9"]
+
+
+def test_a_run_of_weeks_keeps_few_of_its_traces(tmp_path: Path) -> None:
+    removed = []
+    for hour in range(8, 14):
+        trace = tmp_path / str(hour)
+        trace.mkdir()
+        (trace / "host.xplane.pb").write_bytes(b"a trace")
+        removed.append(remove_old_traces(tmp_path))
+    kept = sorted(int(folder.name) for folder in tmp_path.iterdir())
+    assert kept == [8, 11, 12, 13] and removed == [0, 0, 0, 0, 1, 1]
 
 
 def write(planes: Sequence[str], folder: Path) -> None:

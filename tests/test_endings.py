@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import straggling
@@ -20,7 +21,8 @@ from meshwright import signs
 from meshwright.errors import Closing, DataError, RoomError, first_error
 from meshwright.reporters.files import JsonLines
 from meshwright.signs import EVERYBODY, NOBODY, Phases, wait_of_main_thread, waiting
-from meshwright.trainer.hosts import Sign, slow_data, slow_work, verdict
+from meshwright.trainer.alarms import AlarmOptions, Alarms
+from meshwright.trainer.hosts import Sign, _Watch, slow_data, slow_work, verdict
 from meshwright.trainer.loop import _longest
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.views.run_folder import RunFolder
@@ -217,6 +219,24 @@ def test_the_host_that_waits_for_no_other_is_blamed(kind: str) -> None:
     assert (verdict(found, Watchdog(stall=60), 100.0) or "").startswith(f"process {blamed} ")
 
 
+def test_where_all_hosts_wait_alike_none_is_named() -> None:
+    found = verdict({i: sign(i, 6, "step", EVERYBODY) for i in range(3)}, Watchdog(stall=60), 100.0)
+    assert found is not None and found.startswith("all 3 processes wait alike, so none is named")
+    later = {0: sign(0, 6, "step", EVERYBODY), 1: sign(1, 7, "step", EVERYBODY)}
+    assert (verdict(later, Watchdog(stall=60), 100.0) or "").startswith("process 0 ")
+
+
+def test_a_process_that_was_stopped_itself_says_so(tmp_path: Path) -> None:
+    watch = _Watch(tmp_path, Phases(), Watchdog(silence=6), None)
+    now = watch.judged_at
+    assert watch._own_pause(now + 1) == ""
+    assert watch._own_pause(now + 8) == "this process was itself stopped for 8 s, and "
+    watch.judged_at, watch.pause = now + 8.1, (now + 8.1, 8.1)
+    assert watch._own_pause(now + 9) == "this process was itself stopped for 8 s, and "
+    watch.judged_at = now + 60
+    assert watch._own_pause(now + 60) == ""
+
+
 def test_the_longest_wait_for_data_is_the_summary_s() -> None:
     assert _longest([0.0, 7.5, 3.0]) == {"seconds": 7.5, "host": 1}
 
@@ -350,7 +370,10 @@ def test_the_file_of_a_system_call_is_named(kind: str, tmp_path: Path) -> None:
     ) in said
 
 
-def test_signs_are_given_from_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_are_given_from_the_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signs, "_unsupervised", threading.Event())
     reader, writer = os.pipe()
     monkeypatch.setenv(signs.BEATS, str(writer))
     monkeypatch.setattr(signs, "PERIOD", 0.01)
@@ -363,3 +386,15 @@ def test_signs_are_given_from_the_first_line(monkeypatch: pytest.MonkeyPatch) ->
         while last[:2] != [7, "step"] and time.monotonic() < until:
             last = json.loads(os.read(reader, 4096).splitlines()[-1])
         assert last[:2] == [7, "step"]
+        assert not signs.supervisor_has_gone()
+        monkeypatch.setattr("meshwright.trainer.alarms._PERIOD", 0.01)
+        events: list[dict[str, Any]] = []
+        alarms = Alarms(AlarmOptions(), tmp_path)
+        with alarms.watching(phases, lambda event, **values: events.append(values)):
+            os.close(reader)
+            while not events and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(0.1)
+    (event,) = events
+    assert event["alarm"] == "no supervisor" and "--resume" in event["said"]
+    assert "alarm: the supervisor of this process has gone" in capfd.readouterr().err

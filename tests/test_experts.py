@@ -403,6 +403,9 @@ def test_buffers_have_room_for_the_most_that_can_arrive() -> None:
     [
         ("qwen3-30b-a3b", "h100:16", "expert=16", 2),
         ("qwen3-30b-a3b", "h100:8", "expert=8", 1),
+        # Nodes of the target, not the largest of the chip: 4 GPUs of 8, 64 of 72.
+        ("qwen3-30b-a3b", "h100:2x4", "expert=8", 2),
+        ("qwen3-30b-a3b", "gb200:128", "expert=128", 2),
         ("qwen3-30b-a3b", "h100:16", "fsdp=2,expert=8", 1),
         ("mixtral-8x7b", "h100:16", "expert=8,tensor=2", 2),
         # One expert is on one node, so that a second exchange saves nothing.
@@ -603,7 +606,7 @@ def test_exchanges_above_the_ranks_of_xla_s_kernel_are_refused(
     monkeypatch: pytest.MonkeyPatch, jaxlib_version: str, target: str, mesh: str, fix: str | None
 ) -> None:
     """In one NVLink domain of 72 GPUs 64 crashed before jaxlib 0.12 (openxla/xla, issue 47283)."""
-    monkeypatch.setattr("importlib.metadata.version", {"jaxlib": jaxlib_version}.__getitem__)
+    monkeypatch.setattr("jaxlib.version.__version__", jaxlib_version)
     settled = _settled_moe(target, mesh)
     where = parse_target(target)
     if fix is None:
@@ -620,11 +623,15 @@ def test_devices_that_exchange_at_once_may_be_in_one_domain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With one expert for a token each device is a group of its own; 64 of 128 GPUs may be in a domain of 72."""
-    monkeypatch.setattr("importlib.metadata.version", {"jaxlib": "0.11.2"}.__getitem__)
+    monkeypatch.setattr("jaxlib.version.__version__", "0.11.2")
     settled = _settled_moe("gb200:128", "fsdp=2,expert=64", recipe="llama4-maverick")
-    assert settled.expert_nodes == 64
-    with pytest.raises(ConfigError, match="64 devices of one NVLink domain"):
-        settled.check_exchange()
+    assert settled.expert_nodes == 1
+    of_devices = dataclasses.replace(settled.machine, mapping=None)
+    unknown = settle(place_run(settled.run), of_devices)
+    assert unknown.expert_nodes == 64
+    for found in (settled, unknown):
+        with pytest.raises(ConfigError, match="64 devices of one NVLink domain"):
+            found.check_exchange()
     between = _settled_moe("h100:128", "fsdp=2,expert=64", recipe="llama4-maverick")
     assert between.expert_nodes == 64
     between.check_exchange()

@@ -40,7 +40,7 @@ from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer import heartbeat, lock, loop
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
-from meshwright.trainer.recovery import healed
+from meshwright.trainer.recovery import changed_versions, healed
 from meshwright.trainer.relations import Output
 
 __all__ = ["programs_are_compiled_once"]  # a fixture of this file too
@@ -417,3 +417,16 @@ def test_every_device_gets_the_state_of_a_skipped_step(run: Run, cache: Path) ->
     state = healed(prepared.device_run.initial_state(), 5)
     assert int(state.step) == 5 and bool(state.healthy) and len(state.step.sharding.device_set) == 2
     assert jax.tree.map(lambda x: x.sharding, state) == prepared.device_run.abstract.shardings
+
+
+def test_a_resume_by_other_versions_says_so() -> None:
+    before = {"jax": "0.11.0", "numpy": "2.5.5", "libtpu": "0.0.52"}
+    now = {"jax": "0.12.0", "numpy": "2.5.5", "meshwright's source": "ab"}
+    changes = changed_versions(before, now)
+    assert [change.text for change in changes] == [
+        "the version of jax was 0.11.0 and is 0.12.0",
+        "the version of libtpu was 0.0.52 and is absent",
+        "the version of meshwright's source was absent and is ab",
+    ]
+    assert not any(change.refused for change in changes)
+    assert changed_versions({}, now) == changed_versions(now, now) == []

@@ -14,6 +14,7 @@ from meshwright.data.batch import Epochs, ramp_of
 from meshwright.reporters.health import HealthRecord, Series
 from meshwright.sharding.params import named_leaves
 from meshwright.step.health import GRADIENT, PARAMETER, RESIDUAL
+from meshwright.trainer.explain_step import _tensor_line
 from meshwright.trainer.first_tensor import Alarm, Watch, name_first
 from meshwright.trainer.prepare import PreparedRun, prepare_run
 
@@ -40,7 +41,10 @@ class Story:
             assert self.next() is None
 
     def next(
-        self, change: dict[int, float] | None = None, batch: float | None = None
+        self,
+        change: dict[int, float] | None = None,
+        batch: float | None = None,
+        norm: float = 1.0,
     ) -> Alarm | None:
         self.step += 1
         values = np.exp(self.rng.normal(0, 0.1, 11))
@@ -54,7 +58,7 @@ class Story:
         bits = np.stack([self.bits, self.bits + 3])
         self.bits = bits[1].copy()
         record = HealthRecord(SERIES, values, bits, ("layer 1, query", "mu.embed"), parts)
-        return self.watch.look(self.step, 2.0, 1.0, record, bool(np.isfinite(values).all()))
+        return self.watch.look(self.step, 2.0, norm, record, bool(np.isfinite(values).all()))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,15 @@ def test_the_first_figure_is_named(change: dict[int, float], expected: str) -> N
     alarm = story.next(change)
     assert alarm is not None and str(alarm.suspects[0]) == expected
     assert alarm.step == STEPS + 1
+
+
+def test_of_a_norm_that_no_tensor_explains_the_closest_tensor_is_said() -> None:
+    story = Story()
+    alarm = story.next({2: 3.0}, norm=25.0)
+    assert alarm is not None and alarm.suspects == ()
+    line = _tensor_line(alarm, None)
+    assert line.startswith("none: every tensor is within its own history; closest to its limit: ")
+    assert "gradient norm of layer 2, query is " in line
 
 
 def test_a_part_of_the_batch_that_was_read_before_is_named() -> None:

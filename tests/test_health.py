@@ -11,6 +11,7 @@ import pytest
 from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
 import meshwright as mw
+from meshwright.hardware.agreement import versions_of_program
 from meshwright.reporters.health import (
     HealthLog,
     HealthRecord,
@@ -277,7 +278,9 @@ def test_a_run_writes_health_and_its_page_shows_it(tmp_path: Path) -> None:
     assert [line["tokens"] for line in steps] == [tokens_of_a_step * n for n in (1, 2, 3, 4)]
     assert [line["time"] for line in steps] == sorted(line["time"] for line in steps)
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    [place] = [event["data"] for event in events if event["event"] == "start"]
+    [start] = [event for event in events if event["event"] == "start"]
+    assert start["versions"] == versions_of_program()
+    place = start["data"]
     assert place["units"] == 4 * tokens_of_a_step and place["sources"][0]["name"] == "stdlib"
     assert max(event.get("bytes", 0) for event in events if event["event"] == "compile") > 0
     [process] = json.loads((out / "processes.json").read_text())["processes"]

@@ -15,7 +15,7 @@ from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.interconnect import machine_of_target
 from meshwright.hardware.targets import parse_target
 from meshwright.models.kernels.attention import AttentionShapes
-from meshwright.models.kernels.splash import best_blocks
+from meshwright.models.kernels.splash import JAX_SPLASH, best_blocks
 from meshwright.planner.estimate import estimate
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
@@ -24,6 +24,7 @@ from xlacensus.hlo.parser import parse_module
 from xlacensus.kernel_bundles import (
     STALLS,
     KernelBlocks,
+    VisiblePairs,
     causal_pairs,
     find_bundles,
     kernel_seconds,
@@ -58,8 +59,8 @@ DUMP = """
 
 def test_bundles_are_counted_by_part_of_the_grid_loop() -> None:
     parts = kernel_bundles.count_parts(DUMP)
-    assert parts == {"start": 4, "run": 8, "finish": 2, "step": 0x16 - 0x2 + 1 - 14}
-    with pytest.raises(ValueError, match="2 parts, not three"):
+    assert parts == {"start": 4, "run": 8, "full": 8, "finish": 2, "step": 0x16 - 0x2 + 1 - 14}
+    with pytest.raises(ValueError, match="2 parts, not 3"):
         kernel_bundles.count_parts(DUMP.replace("(%p3) target = $region3", "gone"))
 
 
@@ -70,7 +71,7 @@ def measured_rows() -> list[dict[str, str]]:
         for row in csv.DictReader(opened):
             if row["fwd_ms"] and row["bkv_compute"] and row["layout"] == "q HEAD_DIM_MINOR":
                 blocks = KernelBlocks(int(row["bq"]), int(row["bkv"]), int(row["bkv_compute"]))
-                if find_bundles("TPU v6e", "fwd", 128, blocks, segments=False):
+                if find_bundles("TPU v6e", "jax", "fwd", 128, blocks, segments=False):
                     found.append(row)
     return found
 
@@ -79,7 +80,7 @@ def test_measured_kernels_are_within_a_tenth_of_their_price() -> None:
     assert len(measured_rows()) >= 4
     for row in measured_rows():
         blocks = KernelBlocks(int(row["bq"]), int(row["bkv"]), int(row["bkv_compute"]))
-        bundles = find_bundles("TPU v6e", "fwd", 128, blocks, segments=False)
+        bundles = find_bundles("TPU v6e", "jax", "fwd", 128, blocks, segments=False)
         assert bundles is not None and V6E.clock_hz is not None
         tokens = int(row["seq"])
         heads = int(row["batch"]) * int(row["q_heads"])
@@ -89,19 +90,25 @@ def test_measured_kernels_are_within_a_tenth_of_their_price() -> None:
 
 
 def test_the_blocks_with_the_least_time_are_chosen() -> None:
-    best = best_blocks(None, 1, SHAPES)
+    best = best_blocks(JAX_SPLASH, None, 1, SHAPES)
     assert best is not None
     assert best.forward == KernelBlocks(2048, 2048, 512)
     seconds = {}
     for row in read_bundles():
-        if (row.chip, row.kernel, row.head_size, row.segments) == ("TPU v6e", "fwd", 128, True):
+        if (row.chip, row.library, row.kernel, row.head_size, row.segments) == (
+            "TPU v6e",
+            "jax",
+            "fwd",
+            128,
+            True,
+        ):
             pairs = causal_pairs(8192, row.q, row.kv)
             seconds[row.blocks] = row.cycles(8192, 8192, pairs) / 1.75e9 * STALLS
     assert best.forward_seconds == pytest.approx(min(seconds.values()))
     assert seconds[best.forward] == min(seconds.values())
     # Two backward kernels take longer, and so do smaller blocks.
-    two = best_blocks(None, 2, SHAPES)
-    small = best_blocks(512, 1, SHAPES)
+    two = best_blocks(JAX_SPLASH, None, 2, SHAPES)
+    small = best_blocks(JAX_SPLASH, 512, 1, SHAPES)
     assert two is not None and two.backward_seconds > 1.4 * best.backward_seconds
     assert small is not None and small.forward == KernelBlocks(512, 512, 512)
     assert small.forward_seconds > best.forward_seconds
@@ -109,13 +116,13 @@ def test_the_blocks_with_the_least_time_are_chosen() -> None:
 
 def test_windows_and_lengths_decide_the_blocks() -> None:
     """A window of 512 keys is nearly all of a block of 512, and a quarter of one of 2,048."""
-    windowed = best_blocks(None, 1, dataclasses.replace(SHAPES, windows=(512,)))
-    short = best_blocks(None, 1, dataclasses.replace(SHAPES, seq=1536, chunk=1536))
+    windowed = best_blocks(JAX_SPLASH, None, 1, dataclasses.replace(SHAPES, windows=(512,)))
+    short = best_blocks(JAX_SPLASH, None, 1, dataclasses.replace(SHAPES, seq=1536, chunk=1536))
     assert windowed is not None and windowed.forward.q < 2048
     assert short is not None and short.forward == KernelBlocks(512, 512, 512)
-    assert best_blocks(256, 1, SHAPES) is None
-    assert best_blocks(None, 1, dataclasses.replace(SHAPES, chip="v5p")) is None
-    assert best_blocks(None, 1, dataclasses.replace(SHAPES, head_sizes=(80,))) is None
+    assert best_blocks(JAX_SPLASH, 256, 1, SHAPES) is None
+    assert best_blocks(JAX_SPLASH, None, 1, dataclasses.replace(SHAPES, chip="v5p")) is None
+    assert best_blocks(JAX_SPLASH, None, 1, dataclasses.replace(SHAPES, head_sizes=(80,))) is None
 
 
 @pytest.mark.parametrize(
@@ -123,11 +130,15 @@ def test_windows_and_lengths_decide_the_blocks() -> None:
     [(4096, 512, 512, None), (4096, 1024, 512, None), (4096, 512, 1024, 700)],
 )
 def test_visible_pairs_of_blocks(tokens: int, q: int, kv: int, window: int | None) -> None:
-    pairs = 0
+    cut = 0
+    full = 0
     for row in range(0, tokens, q):
         for column in range(0, tokens, kv):
             distances = range(row - column - kv + 1, row + q - column)
-            pairs += any(d >= 0 and (window is None or d < window) for d in distances)
+            visible = [d >= 0 and (window is None or d < window) for d in distances]
+            cut += any(visible) and not all(visible)
+            full += all(visible)
+    pairs = VisiblePairs(cut, full)
     assert causal_pairs(tokens, q, kv, window) == pairs
     if window is None and q == kv:
         assert pairs_of_fraction(0.5, tokens // q, tokens // kv) == pairs

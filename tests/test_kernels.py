@@ -19,6 +19,7 @@ from meshwright.models.kernels import blocked
 from meshwright.models.kernels.attention import Kernels, reference_attention, sequence_positions
 from meshwright.models.kernels.choose import choose_kernels
 from meshwright.models.kernels.splash import block_size, splash_kernels
+from meshwright.models.kernels.tokamax_splash import tokamax_splash_kernels
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.plugins import resolve
 from meshwright.sharding.sequence import split_sequence
@@ -67,17 +68,25 @@ def splash_attention(block: int = 128, backward_kernels: int = 2) -> Any:
     return splash_kernels(block, backward_kernels, interpret=True).self_attention
 
 
-@pytest.mark.parametrize("backward_kernels", [2, 1])
+def splash_of(kernel: str) -> Any:
+    """Splash attention of one of the libraries, interpreted."""
+    if kernel == "tokamax":
+        pytest.importorskip("tokamax")
+        return tokamax_splash_kernels(128, interpret=True).self_attention
+    return splash_attention(backward_kernels=int(kernel))
+
+
+@pytest.mark.parametrize("kernel", ["2", "1", "tokamax"])
 @pytest.mark.parametrize(
     ("heads", "kv", "size", "window"),
     [(4, 2, 128, None), (2, 2, 128, 40), (2, 1, 64, None)],
     ids=["grouped", "window", "heads of 64"],
 )
 def test_splash_matches_the_reference(
-    heads: int, kv: int, size: int, window: int | None, backward_kernels: int
+    heads: int, kv: int, size: int, window: int | None, kernel: str
 ) -> None:
     arrays = inputs(256, heads, kv, size)
-    run = splash_attention(backward_kernels=backward_kernels)
+    run = splash_of(kernel)
     # As in the step: inside a shard_map that is manual over every axis.
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
 
@@ -239,11 +248,31 @@ def test_without_cudnn_gpus_use_blocked_attention(monkeypatch: pytest.MonkeyPatc
         choose("cudnn", "cuda")
 
 
+def test_without_tokamax_its_kernel_is_refused_and_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hardware that a plan is for counts as having the libraries of its kernels."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'meshwright\[tokamax\]'"):
+        choose("tokamax_splash", "tpu")
+    planned = choose_kernels(
+        "tokamax_splash",
+        Machine("tpu", "v6e", installed=True),
+        block=None,
+        remat="full",
+        head_sizes=(128,),
+        dtype="bfloat16",
+        sequence=split_sequence("ring", 8192, 1, 1),
+    )
+    assert planned.name == "tokamax_splash"
+
+
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize(
     ("name", "platform", "changes", "reason"),
     [
         ("splash", "gpu", {}, "a TPU kernel"),
+        ("tokamax_splash", "gpu", {}, "a TPU kernel"),
         ("splash", "tpu", {"head_sizes": (80,)}, "80 = 1 \\* 64 \\+ 16"),
         (
             "splash",

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tiny_runs import tiny_run
+from tiny_runs import assert_same_steps, tiny_run, train, train_on_one_device
 
 import meshwright as mw
 from meshwright.callers import command_line
@@ -37,6 +37,10 @@ NORM = Norm("rms", 1e-5)
         ("MEMEM*E" * 5 + "MEMEMEM*E" + "ME" * 4, 14),  # Nemotron 3 Nano
         ("M-M-M-M*-M-" * 4 + "M-" * 4, 13),  # Nemotron-H 8B
         ("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", 19),  # Nemotron Nano 2 9B
+        (
+            "MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*EMEMEMEME",
+            24,
+        ),  # Nemotron 3 Super
         ("M*-E", 4),
         ("MMMM", 1),
     ],
@@ -80,7 +84,7 @@ def test_a_pattern_that_repeats_has_a_period() -> None:
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("stage=2", "every part begins with a period, and 2 parts > 1 periods"),
+        ("stage=2", "without a period 7 layers are 1 part, and stage=2 needs 2 parts"),
         ("context=2", "state passes from token to token"),
     ],
 )
@@ -138,6 +142,48 @@ def test_the_fix_of_one_layer_of_kimi_linear_is_a_model() -> None:
         KimiLinear(layers=1).spec()
     assert refused.value.fix == "--model.layers 2 --model.full-attention-interval 2"
     assert len(KimiLinear(layers=2, full_attention_interval=2).spec().layers) == 2
+
+
+@pytest.mark.parametrize(
+    "model", [NemotronH(50, 32, 5, 4, kv_heads=4, pattern="ME*M-"), KimiLinear(50, 32, 27, 4)],
+    ids=["nemotron", "kimi"],
+)  # fmt: skip
+def test_a_model_without_a_period_is_rehearsed_with_a_loop_and_without_a_period(model: Any) -> None:
+    """With every kind of layers that it has: a rehearsal compiles the loops that the run will have."""
+    assert model.decoder.runs
+    small: Any = model.shrunk(mw.MeshShape(fsdp=2), 2)
+    assert any(run.layers >= 2 * run.period for run in small.decoder.runs)
+    assert len(small.decoder.runs) > 1
+    assert small.decoder.stacks.keys() == model.decoder.stacks.keys()
+
+
+LATENT = dataclasses.replace(TINY, pattern="*E", layers=2, kv_heads=4, expert_latent=16)
+
+
+@pytest.mark.long
+def test_experts_in_a_latent_have_the_numbers_of_one_device() -> None:
+    """Split over `tensor` and `context` too, where rows leave from each device's own positions."""
+    model = dataclasses.replace(LATENT, experts=8)
+    run = tiny_run(model, "expert=2,context=2,tensor=2", layout="folded")
+    one = train_on_one_device(run, 3)
+    assert_same_steps(train(run, 3, initial=one.initial), one)
+
+
+def test_experts_in_a_latent_send_less_and_are_counted() -> None:
+    """Rows of 16 for 32 features; the output is sent again where their hidden layer is not saved."""
+    wide = dataclasses.replace(LATENT, expert_latent=None)
+    bytes_of = {}
+    for name, model in (("latent", LATENT), ("wide", wide)):
+        settled = settle(place_run(tiny_run(model, "expert=2,tensor=2")), Machine("cuda"))
+        traffic = movements(settled, work_of(settled), recomputed_roles("none"))
+        bytes_of[name] = [m.payload for m in traffic if "experts" in m.purpose]
+        gathered = [m for m in traffic if m.purpose == "sequence gathered"]
+        halves = {"latent": 2.5, "wide": 2.0}[name]
+        assert sum(m.times for m in gathered if m.during == "forward") == halves + 1
+    assert bytes_of["latent"] == [payload / 2 for payload in bytes_of["wide"]]
+    items = forward_flops(LATENT, 32)
+    assert items["projections"] == 2 * 2 * 32 * 16
+    assert items["experts"] == 2 * 2 * 16 * 24 * LATENT.experts_per_token
 
 
 def test_layers_with_experts_are_counted_in_all_stacks() -> None:

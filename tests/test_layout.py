@@ -175,6 +175,7 @@ def test_placements_that_no_all_gather_connects_are_refused(in_use: Any, at_rest
      ("llama4-scout", 107.770), ("llama4-maverick", 400.712), ("qwen35-9b", 8.954), ("qwen35-27b", 26.896),
      ("qwen35-35b-a3b", 34.661), ("gemma4-12b", 11.907), ("gemma4-26b-a4b", 25.233), ("gemma4-31b", 30.697),
      ("granite31-8b", 8.171), ("ministral3-8b", 8.490),
+     ("command-r-plus", 103.811), ("granite4-h-350m", 0.340), ("nemotron3-super-120b-a12b", 120.669),
      ("command-r7b", 8.028), ("command-a", 111.058), ("granite4-h-micro", 3.191),
      ("granite4-h-tiny", 6.939), ("granite4-h-small", 32.207),
      ("nemotron-h-8b", 8.101), ("nemotron-nano2-9b", 8.888), ("nemotron3-nano-30b-a3b", 31.578),

@@ -11,6 +11,7 @@ import tensorstore
 
 from meshwright.activity import activity, watched_by
 from meshwright.reporters.files import EventLog, JsonLines, last_start, last_step
+from meshwright.reporters.lines import LocalLines
 from meshwright.storage.bucket import BucketPath
 from meshwright.storage.paths import path_of
 
@@ -132,3 +133,25 @@ def test_a_whole_object_of_an_earlier_version_goes_on(bucket: Counted) -> None:
     )
     train(out, 2, 4, 2)
     assert [line["step"] for line in read(out / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_an_event_after_a_line_that_was_cut_off_is_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "events.jsonl"
+    log = EventLog(file)
+    log.add("first")
+    log.release()
+    with file.open("ab") as opened:
+        opened.truncate(opened.tell() - 9)
+    log = EventLog(file)
+    log.add("after a crash")
+    write = LocalLines.write
+    monkeypatch.setattr(LocalLines, "write", lambda lines, data: write(lines, data[:20]))
+    log.add("on a disk that becomes full")
+    monkeypatch.undo()
+    log.add("with room again")
+    log.release()
+    lines = file.read_text().splitlines()
+    assert len(lines) == 4
+    assert [json.loads(lines[i])["event"] for i in (1, 3)] == ["after a crash", "with room again"]

@@ -121,8 +121,8 @@ def test_the_published_model() -> None:
     [
         ({}, "context=2", "state passes from token to token"),
         ({"mamba_groups": 3}, "data=1", "8 = 3 \\* 2 \\+ 2.*--model.mamba-groups"),
-        ({"attention_interval": 5}, "data=1", "fix: .*--model.attention-interval 4"),
-        ({"attention_offset": 2}, "data=1", "fix: .*--model.attention-offset 1"),
+        ({"pattern": "M*A"}, "data=1", "fix: .*--model.pattern 'M\\*'"),
+        ({"pattern": "MMM*M"}, "data=1", "fix: .*--model.pattern 'MMM\\*'"),
         ({"mamba_heads": 6, "mamba_groups": 2}, "tensor=4", "N=6 does not divide"),
         ({"mamba_heads": 12, "mamba_groups": 3}, "tensor=2", "K=3 does not divide"),
     ],

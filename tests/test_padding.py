@@ -54,11 +54,19 @@ FAMILIES = {
     "granite-moe": GraniteMoe(VOCAB, experts=8, width=64, heads=4, kv_heads=4, expert_mlp=32),
     "granite-hybrid": GraniteHybrid(VOCAB, width=64, heads=4, kv_heads=4, mamba_state=16),
     "nemotron-h": NemotronH(
-        VOCAB, 64, 4, 4, kv_heads=4, experts=8, mamba_state=16, mamba_step_floor=0.5
+        VOCAB,
+        64,
+        4,
+        4,
+        kv_heads=4,
+        experts=8,
+        expert_latent=16,
+        mamba_state=16,
+        mamba_step_floor=0.5,
     ),
     "hunyuan": Hunyuan(VOCAB, width=64, heads=4, kv_heads=4),
     "arcee": Arcee(VOCAB, width=64, heads=4, kv_heads=4),
-    "cohere": Cohere(VOCAB, width=64, heads=4, kv_heads=4),
+    "cohere": Cohere(VOCAB, width=64, heads=4, kv_heads=4, qk_norm="layer_heads"),
     "cohere2": Cohere2(VOCAB, width=64, heads=4, kv_heads=4),
     "kimi-linear": KimiLinear(
         VOCAB, experts=8, width=64, heads=4, layers=2, full_attention_interval=2, expert_mlp=32

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -147,6 +148,21 @@ def test_flops_of_a_gradient_through_three_layers(bench) -> None:
     reading = bench("second_reading").read_program(text, "v5p:2x2x1")
     assert reading["flops"] == 3 * 3 * 2 * 1024 * 4096 * 4096
     assert 0 < reading["exposed"] < reading["seconds"]
+
+
+def test_a_dump_is_read_as_its_program(bench) -> None:
+    # A dump writes `%p#2` for what the text of a compiled program has an instruction for.
+    dumped = _WINDOWED
+    for name, tuple_and_index in re.findall(
+        r"\n  %(\w+) = \S+ get-tuple-element\((%\w+\), index=\d+)", _WINDOWED
+    ):
+        dumped = re.sub(rf"\n  %{name} = \S+ get-tuple-element.*", "", dumped)
+        dumped = re.sub(rf"%{name}\b", tuple_and_index.replace("), index=", "#"), dumped)
+    assert "#" in dumped and "get-tuple-element" not in dumped
+    restored = bench("hlo_lines").with_elements(dumped)
+    read = bench("second_reading").read_program
+    assert read(restored, "v5p:2x2x2") == read(_WINDOWED, "v5p:2x2x2")
+    assert read(dumped, "v5p:2x2x2")["doubts"]
 
 
 def test_taps_on_padding_multiply_nothing(bench) -> None:

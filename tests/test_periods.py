@@ -171,7 +171,8 @@ def test_parts_begin_with_a_period() -> None:
         layer % 6 == row % 6 for stage in rows for row, layer in enumerate(stage) if layer >= 0
     )
     with pytest.raises(
-        mw.ConfigError, match=r"every part begins with a period, and 8 parts > 5 periods"
+        mw.ConfigError,
+        match=r"26 / 6 are 5 periods, and stage=4 of 2 virtual stages needs 4 \* 2 = 8 parts",
     ):
         assign_layers((1.0,) * 26, 4, 2, loop_placement, 6)
 

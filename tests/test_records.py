@@ -79,6 +79,16 @@ def test_deepseek_s_own_training_is_a_record() -> None:
     assert record.mfu == pytest.approx(14.8e12 / (2.664e6 * 3600) * flops / 989e12, rel=0.02)
 
 
+def test_nvidia_s_card_of_qwen3_30b_is_a_record() -> None:
+    """299.352 TFLOP/s/GPU by NVIDIA's own count, on 16 H100 in bfloat16."""
+    record = next(
+        r
+        for r in read_records()
+        if (r.family, r.below_bfloat16, r.model) == ("h100", False, "Qwen3_30B_a3B")
+    )
+    assert record.mfu == pytest.approx(299.352e12 / 989e12, rel=0.01) and record.devices == 16
+
+
 def test_a_prediction_above_the_record_of_its_size_says_so() -> None:
     """8B on v6e: between the record of its size and that of the chip."""
     e = predicted("v6e", 0.45)

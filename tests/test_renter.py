@@ -246,6 +246,37 @@ def test_a_table_of_prices_that_is_wrong_teaches(text: str, said: str, tmp_path:
         read_prices(file)
 
 
+def test_chips_of_a_table_are_named_as_targets_are(tmp_path: Path) -> None:
+    file = tmp_path / "prices.csv"
+    columns = PRICES_FILE.read_text(encoding="utf-8").partition("\n")[0]
+    file.write_text(f"{columns}\nH100,Us,here,on-demand,2,s,2026-01-01\n")
+    price = cheapest(read_prices(file), "h100", "on-demand")
+    assert price is not None and price.dollars == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tokens", "1e12"), "--tokens 1e12"),
+        (("--prices", "nowhere.csv"), "nowhere.csv"),
+        (("--compare", "fsdp=4", "fsdp=8"), "mesh fsdp=4 on h100:1x8"),
+        (("--training.matmul-precision", "int8"), "fix:     --training.matmul-precision fp8"),
+        (("--on", "tpu7x:2x2x1", "--budget", "9k"), "no on-demand price of tpu7x; the table has"),
+        (("--on", "tpu7x:2x2x1,2x2x2", "--rank-by", "cost"), "--prices FILE with a row of the chip tpu7x"),
+        (("--on", "v5p:2x2x1", "--terms", "committed", "--budget", "9k"), "--terms on-demand, or"),
+    ],
+)  # fmt: skip
+def test_what_no_search_can_answer_is_refused_before_one(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def price(*_: object) -> None:
+        raise AssertionError("a plan was priced")
+
+    monkeypatch.setattr("meshwright.planner.search.estimate", price)
+    on = () if "--on" in words else ("--on", "h100:8")
+    assert said in in_process("plan", "llama32-1b", *on, *words, code=2)
+
+
 # Goodput.
 
 
@@ -312,7 +343,7 @@ def test_lists_and_ranges_of_targets(text: str, targets: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("64,h100:8", "'64' names no chip"), ("h100:64..8", "holds nothing"), ("v5p:65..70", "no such number"),
+    [("64,h100:8", "'64' names no chip"), ("h100:64..8", "fix:     h100:8..64"), ("v5p:65..70", "no such number"),
      ("2*v6e:64..256", "how slices divide")],
 )  # fmt: skip
 def test_lists_that_name_nothing_teach(text: str, said: str) -> None:

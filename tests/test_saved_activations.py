@@ -125,14 +125,21 @@ def residuals_of(device_run: DeviceRun) -> Residuals:
     return Residuals(activations, weights)
 
 
-def device_run_of(recipe: str, tuning: FineTune = FineTune()) -> DeviceRun:  # noqa: B008
-    """A recipe on one device with sequences of 1,024 tokens, that recomputes nothing."""
+def device_run_of(
+    recipe: str,
+    tuning: FineTune = FineTune(),  # noqa: B008
+    **fields: Any,
+) -> DeviceRun:
+    """A recipe on one device with sequences of 1,024 tokens, that recomputes nothing.
+
+    fields: of the model.
+    """
     run = find_recipe(recipe)
     training = dataclasses.replace(
         run.training, batch=1, seq=1024, microbatches=1, remat="none", dropout=0.0,
         compute_dtype="bfloat16", param_dtype="float32", attention_kernel=KERNEL,
     )  # fmt: skip
-    model = dataclasses.replace(run.model, vocab=run.model.vocab or 50257)
+    model = dataclasses.replace(run.model, vocab=run.model.vocab or 50257, **fields)
     run = dataclasses.replace(
         run, model=model, training=training, mesh=MeshShape(), finetune=tuning
     )
@@ -150,8 +157,8 @@ RECIPES = (
     "llama3-8b", "qwen2-7b", "qwen3-14b", "phi4", "gpt2-xl", "olmo2-13b", "olmo3-7b", "gemma2-9b", "gemma3-12b",
     "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v3", "glm45-air", "llama4-scout",
     "smollm3-3b", "qwen3-next-80b-a3b", "qwen35-9b", "qwen35-35b-a3b", "gemma4-31b", "gemma4-26b-a4b",
-    "granite31-8b", "ministral3-8b", "command-r7b",
-    "granite4-h-micro", "granite4-h-tiny", "nemotron-h-8b", "nemotron3-nano-30b-a3b",
+    "granite31-8b", "ministral3-8b", "command-r-plus", "command-r7b",
+    "granite4-h-micro", "granite4-h-tiny", "nemotron-h-8b", "nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b",
     "kimi-linear-48b-a3b",
 )  # fmt: skip
 """At least one of each family."""
@@ -181,6 +188,25 @@ def test_frozen_weights_are_not_saved(recipe: str, base: Any) -> None:
     assert planned_activations(device_run) == pytest.approx(counted.activations, rel=0.07)
     memory = memory_by_category(settle(device_run, Machine("cuda")), work_of(device_run), 1.0)
     assert memory["gathered weights"] == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields"),
+    [
+        ("nemotron-h-8b", {"pattern": "M-M*", "layers": 4}),
+        ("kimi-linear-48b-a3b", {"layers": 4, "experts": 16}),
+        pytest.param(
+            "qwen3-next-80b-a3b", {"layers": 4, "experts": 16}, marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_recurrent_layers_save_what_their_adapters_read(
+    recipe: str, fields: dict[str, Any]
+) -> None:
+    """The gated output of a recurrence, which no policy names, and products as wide as the rank."""
+    device_run = device_run_of(recipe, FineTune(method="lora", rank=256), **fields)
+    counted = residuals_of(device_run).activations
+    assert planned_activations(device_run) == pytest.approx(counted, rel=0.05)
 
 
 TINY = {

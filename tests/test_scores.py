@@ -19,6 +19,7 @@ from meshwright.models.blocks.context import build_attend, chunked_segments
 from meshwright.models.kernels.attention import Kernels, Scores
 from meshwright.models.kernels.choose import choose_kernels
 from meshwright.models.kernels.splash import splash_kernels
+from meshwright.models.kernels.tokamax_splash import tokamax_splash_kernels
 from meshwright.models.loss import token_losses
 from meshwright.models.model import AttentionSpec
 from meshwright.plugins import resolve
@@ -121,13 +122,19 @@ def test_one_device(kernel: str, kind: str) -> None:
     assert_matches(attend, kind)
 
 
-@pytest.mark.parametrize("kind", ["sinks in a window", "softcap"])
-def test_splash(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "library"),
+    [("sinks in a window", "jax"), ("softcap", "jax"), ("softcap", "tokamax")],
+)
+def test_splash(kind: str, library: str) -> None:
     """The TPU's kernel, interpreted."""
     split = split_sequence("ring", 128, 1, K)
+    kernels = splash_kernels(128, interpret=True)
+    if library == "tokamax":
+        pytest.importorskip("tokamax")
+        kernels = tokamax_splash_kernels(128, interpret=True)
 
     def attend(q: Any, k: Any, v: Any, segments: Any, window: Any, scores: Scores) -> Any:
-        kernels = splash_kernels(128, interpret=True)
         return build_attend(split, segments, kernels)(q, k, v, window=window, scores=scores)
 
     assert_matches(attend, kind, 128, 64)

@@ -18,9 +18,11 @@ from meshwright.planner.search import (
     Plan,
     candidate_schedules,
     is_roomy,
+    price_run,
     search,
     split_size,
     tensor_degrees,
+    with_open_choices,
 )
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
@@ -107,6 +109,33 @@ def test_the_search_finds_the_best_of_all_plans(
     assert found.bound <= min(
         plan.estimate.seconds for plan in found.plans if is_roomy(plan) >= is_roomy(found.plans[0])
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "batch", "mesh"),
+    [
+        ("llama3-8b", "h100:16", 96, "stage=4,data=2,tensor=2"),
+        ("mixtral-8x7b", "b200:32", 240, "stage=4,data=2,expert=4"),
+        ("llama3-8b", "v5p:4x4x4", 256, "stage=8,fsdp=8"),
+        ("glm45-air", "h100:64", 480, "stage=8,expert=4,tensor=2"),
+    ],
+)
+def test_no_schedule_is_below_1f1b_without_its_bubble(
+    recipe: str, target: str, batch: int, mesh: str
+) -> None:
+    """By which the search leaves other schedules out before it tabulates them."""
+    machine = parse_target(target)
+    least: dict[tuple[int, str], float] = {}
+    shape = MeshShape.parse(mesh)
+    for scheduled in candidate_schedules(with_open_choices(run_of(recipe, batch, 4096)), shape):
+        training = dataclasses.replace(scheduled.training, remat="full", stage_saves="input")
+        parts = price_run(dataclasses.replace(scheduled, training=training), machine).estimate.parts
+        seconds = sum(parts.values()) - parts["bubble"]
+        pipeline = (training.microbatches, scheduled.layout)
+        if training.pipeline_schedule == "1f1b":
+            least[pipeline] = seconds
+        assert seconds >= least[pipeline] * (1 - 1e-9)
+    assert least
 
 
 def test_groups_of_nodes_that_shard_are_tried() -> None:

@@ -1,7 +1,8 @@
 """Meshwright trains very large transformers on any mesh of devices.
 
-It plans the layout, checks it with the real compiler before a pod is rented, runs it, and shows what every device holds
-and sends. Everything public is importable from here, and loaded when it is first used:
+It plans the layout, checks it with the real compiler before a pod is rented, runs it, and shows
+what every device holds and sends. Everything public is importable from here, and loaded when it is
+first used:
 
     import meshwright as mw
 
@@ -103,7 +104,8 @@ if TYPE_CHECKING:
 
 
 def _public() -> dict[str, tuple[str, str]]:
-    """Reads the module and the attribute of every public name from the imports above, which type checkers read too."""
+    """Reads the module and the attribute of every public name from the imports above,
+    which type checkers read too."""
     tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     blocks = (node.body for node in tree.body if isinstance(node, ast.If))
     imports = (node for node in next(blocks) if isinstance(node, ast.ImportFrom))

@@ -1,4 +1,5 @@
-"""Work besides the training steps (tokenising, compiling, saving), announced to those who show it."""
+"""Work besides the training steps (tokenising, compiling, saving), announced
+to those who show it."""
 
 import contextlib
 import contextvars
@@ -84,7 +85,8 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def activity(kind: str, doing: str, done: str, step: int | None = None) -> Iterator[Activity]:
-    """Announces the block as work under way, and how long it took; the block may state its `result`."""
+    """Announces the block as work under way, and how long it took;
+    the block may state its `result`."""
     current = Activity(kind, doing, done, step, time.perf_counter())
     watchers = _WATCHERS.get()
     for watcher in watchers:

@@ -1,7 +1,7 @@
 """Who reads an error: a caller in Python gets arguments, the command line its options.
 
-Errors are written with options (`--devices 8`). `in_python` gives the same text with the arguments of the public
-functions and the fields of a Run (`devices=8`).
+Errors are written with options (`--devices 8`). `in_python` gives the same text with the arguments
+of the public functions and the fields of a Run (`devices=8`).
 """
 
 import contextlib
@@ -52,7 +52,8 @@ ARGUMENTS = {
     "--seq": "seq",
     "--layout": "layout",
 }
-"""Option of a verb, or short name of a field, -> the argument of the public functions or of `recipe`."""
+"""Option of a verb, or short name of a field, -> the argument of the public functions
+or of `recipe`."""
 FIELDS = ("training", "optimizer", "data", "finetune", "model", "faults", "local-checkpoints")
 """Parts of a Run whose fields `recipe` and `finetune` take by name."""
 _NEGATION = "no-"
@@ -75,8 +76,8 @@ CALLS = {
 }
 """Verbs that are functions as well -> their argument in the place of a recipe's name."""
 _PROSE = (
-    "a|and|as|at|for|has|have|if|in|is|it|may|on|one|or|out|so|takes|that|the|then|there|to|under|what|when|where|which|with"
-    "|without|wrote"
+    "a|and|as|at|for|has|have|if|in|is|it|may|on|one|or|out|so|takes|that|the|then|there|to|under"
+    "|what|when|where|which|with|without|wrote"
 )
 """Words that follow an option in a sentence, and are not its value."""
 _OPTION = r"--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*"
@@ -113,7 +114,8 @@ def reads_options() -> bool:
 
 
 def argument_of(option: str) -> str | None:
-    """Returns the argument or field in the place of an option; None where only the command line has it."""
+    """Returns the argument or field in the place of an option;
+    None where only the command line has it."""
     if option in ARGUMENTS:
         return ARGUMENTS[option]
     path = option.removeprefix("--")
@@ -126,7 +128,8 @@ def argument_of(option: str) -> str | None:
 
 
 def in_python(text: str) -> str:
-    """Returns the text of an error with arguments in the place of options, and functions in that of verbs.
+    """Returns the text of an error with arguments in the place of options,
+    and functions in that of verbs.
 
     Commands of verbs that are no functions, and options that no function has, stay.
 

@@ -1,6 +1,7 @@
 """The parts of a `Run` that know no model: mesh, training, optimizer, data, faults.
 
-Values and the checks that need nothing but themselves; `runs.placed_run` checks whether a model fits a mesh.
+Values and the checks that need nothing but themselves;
+`runs.placed_run` checks whether a model fits a mesh.
 """
 
 import dataclasses
@@ -52,11 +53,12 @@ class Optimizer(Ranged, part="optimizer"):
     )
     """Peak learning rate."""
     lr_schedule: Annotated[str, changes("program")] = "cosine"
-    """Shape after the peak: cosine, linear, constant, wsd (constant, then linear decay over the last fifth of the
-    steps), or module:attribute of a function `(config: Optimizer, intervals: int) -> optax.Schedule`."""
+    """Shape after the peak: cosine, linear, constant, wsd (constant, then linear decay over the
+    last fifth of the steps), or module:attribute of a function `(config: Optimizer, intervals: int)
+    -> optax.Schedule`."""
     warmup_steps: Annotated[NonNegativeInt, changes("program")] = 0
-    """Steps of linear warm-up, the last of them at the peak; a run that has no more steps warms up in all but its
-    last."""
+    """Steps of linear warm-up, the last of them at the peak;
+    a run that has no more steps warms up in all but its last."""
     final_lr_fraction: Annotated[Share, changes("program")] = 0.1
     """Learning rate at the last step, as a fraction of the peak (not used by `constant`)."""
     beta1: Annotated[Fraction, changes("program")] = 0.9
@@ -66,15 +68,18 @@ class Optimizer(Ranged, part="optimizer"):
     epsilon: Annotated[NonNegativeFloat, changes("program")] = 1e-8
     """Constant added to the root of the second moment."""
     weight_decay: Annotated[NonNegativeFloat, changes("program")] = 0.1
-    """Decoupled weight decay, applied to weight matrices and embeddings, not to norms and biases."""
+    """Decoupled weight decay, applied to weight matrices and embeddings,
+    not to norms and biases."""
     grad_clip_norm: Annotated[NonNegativeFloat, changes("program")] = 1.0
     """Largest global norm of the gradient; 0 disables clipping."""
     moment_dtype: Annotated[Precision, changes("program", "plan")] = "float32"
     """Type in which the first moment is stored (momentum for sgd and muon). Adafactor has none."""
     lr_groups: Annotated[tuple[str, ...], changes("program")] = ()
-    """Factors on learning rate and weight decay: `embed=0.1`, `blocks.*norm*=2`, `role:router=0.5`; the first wins."""
+    """Factors on learning rate and weight decay: `embed=0.1`, `blocks.*norm*=2`,
+    `role:router=0.5`; the first wins."""
     muon_heads: Annotated[MuonHeads, changes("program", "plan"), TRANSFORMERS_ONLY] = "each"
-    """Matrices of attention for Muon: those of every head [D, H] (each), or of a projection [D, N H] (together)."""
+    """Matrices of attention for Muon: those of every head [D, H] (each),
+    or of a projection [D, N H] (together)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,7 +122,8 @@ class Training(Ranged, part="training"):
     ] = 16
     """Global batch: sequences per step over all devices."""
     batch_ramp: Annotated[tuple[str, ...], changes("loop"), TRANSFORMERS_ONLY] = ()
-    """Smaller batches to begin with, each STEPS=SEQUENCES (`100=64 200=128`); each has to divide like `batch`."""
+    """Smaller batches to begin with, each STEPS=SEQUENCES (`100=64 200=128`);
+    each has to divide like `batch`."""
     seq: Annotated[
         PositiveInt,
         tyro.conf.arg(aliases=["--seq"]),
@@ -126,13 +132,14 @@ class Training(Ranged, part="training"):
     ] = 128
     """Tokens per sequence T."""
     microbatches: Annotated[NonNegativeInt, changes("program", "evaluation", "plan")] = 0
-    """Gradient accumulation: parts of the batch computed one after another, with `stage` through the pipeline. 0 takes
-    the fastest predicted that fits, 1 where the chip is unknown."""
+    """Gradient accumulation: parts of the batch computed one after another, with `stage` through
+    the pipeline. 0 takes the fastest predicted that fits, 1 where the chip is unknown."""
     pipeline_schedule: Annotated[
         str, changes("program", "plan", needs="mesh.stage"), TRANSFORMERS_ONLY
     ] = "auto"
-    """Pipeline schedule: 1f1b, interleaved, zbv, gpipe, zero_bubble, circular, or module:attribute of a
-    `PipelineSchedule`. `auto` takes the fastest predicted of the first three, 1f1b where the chip is unknown."""
+    """Pipeline schedule: 1f1b, interleaved, zbv, gpipe, zero_bubble, circular, or module:attribute
+    of a `PipelineSchedule`. `auto` takes the fastest predicted of the first three, 1f1b where the
+    chip is unknown."""
     virtual_stages: Annotated[
         PositiveInt,
         changes("program", "evaluation", "plan", needs="mesh.stage"),
@@ -148,7 +155,8 @@ class Training(Ranged, part="training"):
     )
     """Type of the sharded parameters. The optimizer computes in float32 either way."""
     param_rounding: Annotated[ParamRounding, changes("program", "plan", parity=False)] = "master"
-    """How bfloat16 parameters take small updates: by a float32 master weight, or rounded at random (stochastic)."""
+    """How bfloat16 parameters take small updates: by a float32 master weight,
+    or rounded at random (stochastic)."""
     compute_dtype: Annotated[Precision, changes("program", "evaluation", "plan", parity=False)] = (
         "bfloat16"
     )
@@ -160,78 +168,96 @@ class Training(Ranged, part="training"):
         changes("program", "evaluation", "plan", parity=False),
         refused(
             "lora",
-            because="the recipes quantise weights and their gradients, and the weights that adapters add to are frozen",
+            because=(
+                "the recipes quantise weights and their gradients, and the weights that adapters "
+                "add to are frozen"
+            ),
             instead="--training.matmul-precision compute; --finetune.base int8 or nf4 saves memory",
         ),
         TRANSFORMERS_ONLY,
     ] = "compute"
-    """Precision of the layers' matmuls, forward and backward: compute (the compute dtype), fp8, fp8_rowwise, mxfp8,
-    int8, or module:attribute of a `MatmulPrecision`. Embedding, unembedding, norms, router and attention itself stay in
-    the compute dtype, and so do the grouped matmuls of experts where float8 does not make them faster (int8 recipes,
-    TPUs, H100, H200)."""
+    """Precision of the layers' matmuls, forward and backward: compute (the compute dtype), fp8,
+    fp8_rowwise, mxfp8, int8, or module:attribute of a `MatmulPrecision`. Embedding, unembedding,
+    norms, router and attention itself stay in the compute dtype, and so do the grouped matmuls of
+    experts where float8 does not make them faster (int8 recipes, TPUs, H100, H200)."""
     remat: Annotated[Remat, changes("program", "plan")] = "auto"
-    """Rematerialisation (activation checkpointing): the backward pass recomputes nothing (none), the attention scores
-    (attention), everything between the projections (projections), the feed-forward half of a layer (feed_forward), all
-    but the attention kernel (attention_out), or the whole layer (full). On TPUs the layer inputs can wait in host
-    memory (offload), with the attention outputs (offload_attention). `auto` takes the policy with the shortest
-    predicted step that fits the chip's memory, and full where the chip is unknown."""
+    """Rematerialisation (activation checkpointing): the backward pass recomputes nothing (none),
+    the attention scores (attention), everything between the projections (projections), the
+    feed-forward half of a layer (feed_forward), all but the attention kernel (attention_out), or
+    the whole layer (full). On TPUs the layer inputs can wait in host memory (offload), with the
+    attention outputs (offload_attention). `auto` takes the policy with the shortest predicted step
+    that fits the chip's memory, and full where the chip is unknown."""
     stage_saves: Annotated[
         StageSaves, changes("program", "plan", needs="mesh.stage"), TRANSFORMERS_ONLY
     ] = "auto"
-    """What a pipeline stage saves of a microbatch for its backward pass: its input, from which it recomputes its layers
-    (input), or what `remat` saves of every layer (layers). `auto`: what fits and is fastest; unknown chips: input."""
+    """What a pipeline stage saves of a microbatch for its backward pass: its input, from which it
+    recomputes its layers (input), or what `remat` saves of every layer (layers). `auto`: what fits
+    and is fastest; unknown chips: input."""
     saved_layers: Annotated[
         NonNegativeInt,
         changes("program", "evaluation", "plan"),
         TRANSFORMERS_ONLY,
     ] = 0
-    """First layers that save all projections; the others follow `remat`, whose `auto` fills the memory. No stages."""
+    """First layers that save all projections;
+    the others follow `remat`, whose `auto` fills the memory. No stages."""
     context_strategy: Annotated[
         ContextStrategy, changes("program", "evaluation", "plan"), TRANSFORMERS_ONLY
     ] = "auto"
-    """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
-    (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp). `auto` takes ulysses where
-    `context` divides the key/value heads, else ring, and ring where the chip is unknown."""
+    """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring),
+    gather them (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups
+    (usp). `auto` takes ulysses where `context` divides the key/value heads, else ring, and ring
+    where the chip is unknown."""
     gather_ahead: Annotated[
         GatherAhead,
         changes("program", "evaluation", "plan"),
         TRANSFORMERS_ONLY,
     ] = "auto"
-    """Weights that a layer needs first: gathered while the layer before computes, their gradients reduced while the one
-    below computes (layer), or within the layer (none). `auto`: `layer` on closed 3D tori of v5p and with offload."""
+    """Weights that a layer needs first: gathered while the layer before computes, their gradients
+    reduced while the one below computes (layer), or within the layer (none). `auto`: `layer` on
+    closed 3D tori of v5p and with offload."""
     tensor_strategy: Annotated[
         TensorStrategy, changes("program", "evaluation"), TRANSFORMERS_ONLY
     ] = "auto"
-    """Tensor parallelism's gathers and scatters of the sequence: in chunks around a ring, each overlapped with the
-    matmul of another chunk (ring: collective matmul), or in one collective (gather). `auto` is the ring on TPUs."""
+    """Tensor parallelism's gathers and scatters of the sequence: in chunks around a ring, each
+    overlapped with the matmul of another chunk (ring: collective matmul), or in one collective
+    (gather). `auto` is the ring on TPUs."""
     attention_kernel: Annotated[
         str, changes("program", "evaluation", "plan"), TRANSFORMERS_ONLY
     ] = "auto"
-    """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused, cudnn, or
-    module:attribute of a `Kernels`. A kernel named here is used or refused, never replaced."""
+    """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused,
+    tokamax_splash, cudnn, or module:attribute of a `Kernels`. A kernel named here is used or
+    refused, never replaced."""
     grouped_matmul: Annotated[str, changes("program", "evaluation"), TRANSFORMERS_ONLY] = "auto"
-    """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot (XLA's), triton, or
-    module:attribute of a `GroupedMatmul`. One named here is used or refused, never replaced."""
+    """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot
+    (XLA's), triton, or module:attribute of a `GroupedMatmul`. One named here is used or refused,
+    never replaced."""
     attention_block: Annotated[
         _BlockSize | None, changes("program", "evaluation"), TRANSFORMERS_ONLY
     ] = None
-    """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128. None: the blocks that take the
-    least time by the bundles of the kernel where they are known (v6e), 512 on other chips."""
+    """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128. None: the
+    blocks that take the least time by the bundles of the kernel where they are known (v6e), 512 on
+    other chips."""
     deterministic: Annotated[bool, changes("program", "evaluation")] = False
-    """Same bits in every run, on NVIDIA GPUs too: by XLA's deterministic kernels, chosen without timing them, gradients
-    of embeddings summed in order, and NCCL_ALGO=Ring. CPUs and TPUs have the same bits anyway."""
+    """Same bits in every run, on NVIDIA GPUs too: by XLA's deterministic kernels, chosen without
+    timing them, gradients of embeddings summed in order, and NCCL_ALGO=Ring. CPUs and TPUs have the
+    same bits anyway."""
     compiler_options: Annotated[tuple[str, ...], changes("program", "evaluation")] = ("auto",)
-    """XLA compiler options for accelerators, each NAME=VALUE; `auto`: the chip's (hardware/chips.toml)."""
+    """XLA compiler options for accelerators, each NAME=VALUE;
+    `auto`: the chip's (hardware/chips.toml)."""
     unroll: Annotated[PositiveInt, changes("program", "evaluation"), TRANSFORMERS_ONLY] = 1
     """Layers per iteration of the loop over layers."""
     dropout: Annotated[Fraction, changes("program"), TRANSFORMERS_ONLY] = 0.0
-    """Fraction of activations dropped after the embedding and at the end of each residual branch."""
+    """Fraction of activations dropped after the embedding and at the end
+    of each residual branch."""
     z_loss: Annotated[
         NonNegativeFloat,
         changes("program", "evaluation"),
         refused(
             "preferences",
-            because="their loss compares log probabilities of answers, whose log-sum-exp has no weight of its own",
+            because=(
+                "their loss compares log probabilities of answers, whose log-sum-exp has no weight "
+                "of its own"
+            ),
             instead="--training.z-loss 0",
         ),
         TRANSFORMERS_ONLY,
@@ -242,12 +268,13 @@ class Training(Ranged, part="training"):
         changes("program", "evaluation", "plan"),
         TRANSFORMERS_ONLY,
     ] = 64
-    """Largest size of the logits on a device, in MiB; the loss is computed over chunks of tokens."""
+    """Largest size of the logits on a device, in MiB;
+    the loss is computed over chunks of tokens."""
     log_every: Annotated[PositiveInt, changes("loop")] = 1
     """Steps between lines of the metrics file."""
     health: Annotated[bool, changes("program", "loop")] = True
-    """Measure every tensor in every step: norms of gradients, parameters and updates, the residual stream, attention
-    and routers of each layer (docs/health.md)."""
+    """Measure every tensor in every step: norms of gradients, parameters and updates, the residual
+    stream, attention and routers of each layer (docs/health.md)."""
     health_every: Annotated[PositiveInt, changes("loop")] = 10
     """Steps between two records of health.jsonl, which has the first step too."""
     eval_every: Annotated[NonNegativeInt, changes("loop")] = 0
@@ -290,13 +317,14 @@ class Data(Ranged, part="data"):
         changes("evaluation", "data"),
         TEXT_ONLY,
     ] = ("stdlib",)
-    """Files, folders, globs, folders that `meshwright tokenize` wrote, PREFIX.bin of Megatron, or module:attribute of a
-    function that yields documents; `stdlib` is Python's standard library. PATH=WEIGHT mixes several by weight."""
+    """Files, folders, globs, folders that `meshwright tokenize` wrote, PREFIX.bin of Megatron, or
+    module:attribute of a function that yields documents; `stdlib` is Python's standard library.
+    PATH=WEIGHT mixes several by weight."""
     tokenizer: Annotated[str, changes("data"), TEXT_ONLY] = "bytes"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
     other_tokenizer: Annotated[bool, changes("loop", needs="init_from"), TEXT_ONLY] = False
-    """Accept that the weights of init-from were trained with another tokenizer: their embeddings stand for other
-    texts, and are trained anew."""
+    """Accept that the weights of init-from were trained with another tokenizer: their embeddings
+    stand for other texts, and are trained anew."""
     text_field: Annotated[
         str,
         changes("evaluation", "data"),
@@ -310,31 +338,32 @@ class Data(Ranged, part="data"):
     ] = "text"
     """Field or column with the text in JSON lines and tables, `body.text` of nested ones."""
     held_out: Annotated[Fraction | None, changes("evaluation", "data"), TEXT_ONLY] = None
-    """Held-out fraction: tokens at the end of each source that are evaluated and never trained on; None: a tenth, at
-    most 10M tokens."""
+    """Held-out fraction: tokens at the end of each source that are evaluated and never trained on;
+    None: a tenth, at most 10M tokens."""
     order: Annotated[
         Order,
         changes("evaluation", "data", resumes=False),
         CONVERSATIONS_HAVE_AN_ORDER,
         TEXT_ONLY,
     ] = "shuffled"
-    """Order of training samples: windows of each source, shuffled anew in every epoch and mixed by weight; or that of
-    Megatron, for Megatron datasets, with training.seed as its --seed."""
+    """Order of training samples: windows of each source, shuffled anew in every epoch and mixed by
+    weight; or that of Megatron, for Megatron datasets, with training.seed as its --seed."""
     split: Annotated[
         str,
         changes("evaluation", "data", resumes=False, needs="data.order"),
         CONVERSATIONS_HAVE_AN_ORDER,
         TEXT_ONLY,
     ] = "969,30,1"
-    """Weights of training, validation and test in each dataset, in Megatron's order: its --split. The second part is
-    evaluated, the third is not read."""
+    """Weights of training, validation and test in each dataset, in Megatron's order: its --split.
+    The second part is evaluated, the third is not read."""
     order_samples: Annotated[
         PositiveInt | None,
         changes("data", needs="data.order"),
         CONVERSATIONS_HAVE_AN_ORDER,
         TEXT_ONLY,
     ] = None
-    """Samples that Megatron's order is made for: its --train-samples, or --train-iters times --global-batch-size.
+    """Samples that Megatron's order is made for: its --train-samples,
+    or --train-iters times --global-batch-size.
     None: first-sample and those of all steps."""
     first_sample: Annotated[
         NonNegativeInt,
@@ -342,12 +371,14 @@ class Data(Ranged, part="data"):
         CONVERSATIONS_HAVE_AN_ORDER,
         TEXT_ONLY,
     ] = 0
-    """Samples at the beginning of the order that are not read: those that another program has trained on."""
+    """Samples at the beginning of the order that are not read: those
+    that another program has trained on."""
     prompt: Annotated[str, changes("loop"), TEXT_ONLY] = "\n"
-    """Prompt of the text sampled at the end of a run; by default a line break, and nothing where characters of a text
-    without one are the tokens."""
+    """Prompt of the text sampled at the end of a run; by default a line break, and nothing where
+    characters of a text without one are the tokens."""
     sample: Annotated[NonNegativeInt | None, changes("loop"), TEXT_ONLY] = None
-    """Tokens sampled at the end, at most a sequence; 200 by default up to 100M parameters or with sample-every."""
+    """Tokens sampled at the end, at most a sequence;
+    200 by default up to 100M parameters or with sample-every."""
     sample_every: Annotated[NonNegativeInt, changes("loop"), TEXT_ONLY] = 0
     """Steps between such samples while it trains; 0 samples only at the end."""
 
@@ -379,31 +410,33 @@ class Faults(Ranged, part="faults"):
         ),
         TEXT_ONLY,
     ] = 0.0
-    """Largest share of records (lines, rows, text files) that may be skipped because they cannot be read; their number
-    and the first of them are kept with the tokens. 0 refuses the first, with its file and line."""
+    """Largest share of records (lines, rows, text files) that may be skipped because they cannot be
+    read; their number and the first of them are kept with the tokens. 0 refuses the first, with its
+    file and line."""
     bad_step: Annotated[BadStep, changes("loop")] = "stop"
-    """What follows a step whose loss or gradient is not finite, or spikes: the run stops; the update is left out and
-    the run goes on (skip); or the run returns to its last checkpoint and leaves out the samples of that step
-    (roll_back). Batch and metrics of the step are kept in any case, and the state before the first that is not
-    finite."""
+    """What follows a step whose loss or gradient is not finite, or spikes: the run stops; the
+    update is left out and the run goes on (skip); or the run returns to its last checkpoint and
+    leaves out the samples of that step (roll_back). Batch and metrics of the step are kept in any
+    case, and the state before the first that is not finite."""
     spike: Annotated[NonNegativeFloat, changes("loop")] = 0.0
-    """Gradient norm that counts as a spike, as a multiple of the median of the last 100 steps; 0 takes none for one.
+    """Gradient norm that counts as a spike, as a multiple of the median of the last 100 steps;
+    0 takes none for one.
     Its update is in the parameters when it is seen: the run stops or rolls back."""
     most_skipped: Annotated[PositiveInt, changes("loop")] = 10
     """Bad steps of one start of the run after which it stops whatever `bad_step` is."""
     check_every: Annotated[NonNegativeInt, changes("loop")] = 0
-    """Steps between two that are taken twice, their results and all replicas compared bit by bit: it finds silent
-    corruption, and takes a step's time and the memory of a second state. 0 checks none. NVIDIA GPUs need
-    `--training.deterministic` for it."""
+    """Steps between two that are taken twice, their results and all replicas compared bit by bit:
+    it finds silent corruption, and takes a step's time and the memory of a second state. 0 checks
+    none. NVIDIA GPUs need `--training.deterministic` for it."""
     check_replicas: Annotated[NonNegativeInt, changes("loop")] = 0
-    """Steps between two comparisons of the replicas of every parameter and of the optimizer's state, bit by bit; they
-    are also compared before each save. One that differs from most is replaced by their bits; of two that differ, the
-    run returns to its last checkpoint. It reads the state once. 0 compares none. NVIDIA GPUs need
-    `--training.deterministic` for it."""
+    """Steps between two comparisons of the replicas of every parameter and of the optimizer's
+    state, bit by bit; they are also compared before each save. One that differs from most is
+    replaced by their bits; of two that differ, the run returns to its last checkpoint. It reads the
+    state once. 0 compares none. NVIDIA GPUs need `--training.deterministic` for it."""
     check_bits: Annotated[bool, changes("program")] = False
-    """Sum the bits of every parameter and of the optimizer's state before and after each step: what a step leaves is what
-    the next one has to find, so a bit that memory has flipped in between is named (docs/health.md). It reads them all
-    twice more in a step."""
+    """Sum the bits of every parameter and of the optimizer's state before and after each step: what
+    a step leaves is what the next one has to find, so a bit that memory has flipped in between is
+    named (docs/health.md). It reads them all twice more in a step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,8 +5,8 @@ an option of the command line:
 
     dropout: Annotated[Fraction, changes("program"), TRANSFORMERS_ONLY] = 0.0
 
-Checks, resumes, the help, docs/composition.md and tests/test_fields.py read these declarations (`runs.fields`); the
-test measures whether each declaration is true.
+Checks, resumes, the help, docs/composition.md and tests/test_fields.py read these declarations
+(`runs.fields`); the test measures whether each declaration is true.
 """
 
 import dataclasses
@@ -33,10 +33,11 @@ class Changes:
 
     results: frozenset[Result]
     resumes: bool
-    """Whether a run may be resumed with another value without `--accept`: neither the function of the model nor the
-    order of its data is another."""
+    """Whether a run may be resumed with another value without `--accept`: neither the function of
+    the model nor the order of its data is another."""
     parity: bool
-    """Whether `parity` compares what a run computes with the field's value; it sets others itself, such as types."""
+    """Whether `parity` compares what a run computes with the field's value;
+    it sets others itself, such as types."""
     needs: str
     """Field without which this one means nothing: a path that refuses that one ignores this one."""
 

@@ -1,6 +1,7 @@
 """Files from elsewhere, read as data: of bounded size and nesting, and inside their folder.
 
-A checkpoint, a run file, a plan, weights or tokens may come from a stranger. What reads one goes through here.
+A checkpoint, a run file, a plan, weights or tokens may come from a stranger.
+What reads one goes through here.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ LARGE = 512 * 2**20
 def read_text(file: Path, largest: int = SMALL) -> str:
     """Returns the text of a regular file of at most `largest` bytes.
 
-    Raises OSError where it cannot be read, ValueError where it is larger, no regular file, or not UTF-8.
+    Raises OSError where it cannot be read, ValueError where it is larger, no regular file,
+    or not UTF-8.
     """
     if in_bucket(file):
         content = bucket_path(file).read_part(0, largest + 1)
@@ -46,7 +48,8 @@ _LARGEST_POINTER = 1024
 
 
 class ForeignFileError(ValueError):
-    """File whose contents are of another format than its name.  fix: what puts the right one in its place."""
+    """File whose contents are of another format than its name.
+    fix: what puts the right one in its place."""
 
     def __init__(self, truth: str, fix: str):
         super().__init__(truth)
@@ -60,7 +63,8 @@ def check_contents(file: Path | str, start: bytes, size: int) -> None:
     """
     if start.startswith(_POINTER) and size <= _LARGEST_POINTER:
         raise ForeignFileError(
-            f"it is a git-lfs pointer of {size} bytes: the file that it stands for was not downloaded",
+            f"it is a git-lfs pointer of {size} bytes: the file that it stands for was not "
+            "downloaded",
             f"`git lfs install && git lfs pull` in {Path(file).parent}, or `hf download`",
         )
     if start.startswith(b"GGUF"):
@@ -77,8 +81,8 @@ def fix_of(error: Exception, fix: str) -> str:
 def open_bytes(file: Path) -> IO[bytes]:
     """Opens a regular file for reading.
 
-    A read that fails for now is made again, with a new handle. Raises OSError, and ValueError for a pipe, a device or a
-    folder, and ForeignFileError.
+    A read that fails for now is made again, with a new handle. Raises OSError, and ValueError for a
+    pipe, a device or a folder, and ForeignFileError.
     """
     raw = RegularFile(file)
     opened = io.BufferedReader(raw)
@@ -102,9 +106,11 @@ _DIGITS = 300
 def parse_json(
     text: str, objects: Objects | None = None, integers: Callable[[str], int] | None = None
 ) -> Any:
-    """Returns the value of a JSON text. Raises ValueError where it is not JSON, or nested beyond Python's stack.
+    """Returns the value of a JSON text.
+    Raises ValueError where it is not JSON, or nested beyond Python's stack.
 
-    objects: makes an object of its names and values, in order; without it the last of several of one name counts.
+    objects: makes an object of its names and values, in order;
+    without it the last of several of one name counts.
     integers: makes a whole number of its digits.
     """
     try:
@@ -114,7 +120,8 @@ def parse_json(
 
 
 def step_of(record: Mapping[str, Any]) -> int | None:
-    """Returns the step of a line of metrics or events; None where it is not a whole number from 0 on."""
+    """Returns the step of a line of metrics or events;
+    None where it is not a whole number from 0 on."""
     value = record.get("step")
     if (
         isinstance(value, bool)
@@ -136,9 +143,11 @@ def real(value: Any) -> float | None:
 
 
 def parse_document(text: str, objects: Objects | None = None) -> Any:
-    """Returns the value of a JSON document, all of whose texts can be written and whose numbers are those of a float.
+    """Returns the value of a JSON document, all of whose texts can be written and
+    whose numbers are those of a float.
 
-    Raises ValueError as `parse_json` does, for half of a surrogate pair, and for a whole number beyond a float's range.
+    Raises ValueError as `parse_json` does, for half of a surrogate pair,
+    and for a whole number beyond a float's range.
     """
     value = parse_json(text, objects, _whole_number)
     half = _SURROGATE.search(text)
@@ -165,7 +174,8 @@ class RepeatedNameError(ValueError):
 
 
 def unique_object(pairs: list[tuple[str, Any]], names: set[str] | None = None) -> dict[str, Any]:
-    """Returns an object, for `parse_json`. Raises RepeatedNameError for one of `names` (None: any) given twice."""
+    """Returns an object, for `parse_json`.
+    Raises RepeatedNameError for one of `names` (None: any) given twice."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen and (names is None or name in names):
@@ -175,7 +185,8 @@ def unique_object(pairs: list[tuple[str, Any]], names: set[str] | None = None) -
 
 
 def read_json(file: Path, largest: int = SMALL) -> Any:
-    """Returns the JSON value in a regular file of at most `largest` bytes. Raises OSError or ValueError."""
+    """Returns the JSON value in a regular file of at most `largest` bytes.
+    Raises OSError or ValueError."""
     return parse_document(read_text(file, largest))
 
 
@@ -193,8 +204,8 @@ def seal(document: Mapping[str, Any]) -> dict[str, Any]:
 def check_inside(folder: Path, files: Iterable[Path]) -> None:
     """Raises ValueError naming the first of `files` that a symbolic link takes out of `folder`.
 
-    In the cache of the Hugging Face hub, the files of `models--OWNER--NAME/snapshots/REVISION` are links to
-    `models--OWNER--NAME/blobs`, which belongs to the folder.
+    In the cache of the Hugging Face hub, the files of `models--OWNER--NAME/snapshots/REVISION` are
+    links to `models--OWNER--NAME/blobs`, which belongs to the folder.
     """
     root = folder.resolve()
     roots = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]

@@ -1,4 +1,5 @@
-"""Errors in three parts: the request, the reason it is refused, and the smallest change that fixes it."""
+"""Errors in three parts: the request, the reason it is refused,
+and the smallest change that fixes it."""
 
 import contextlib
 import difflib
@@ -18,11 +19,13 @@ class ErrorClass(enum.Enum):
     """Class of an error: whether another start of the same run can help."""
 
     REQUEST = "request"
-    """A wrong option, a missing permission, or code of the user's own: every start meets it again."""
+    """A wrong option, a missing permission,
+    or code of the user's own: every start meets it again."""
     BYTES = "bytes"
     """Data that is not what was written: every start reads it again."""
     HOST = "this host for now"
-    """Limits, memory or a device of this machine: another start, or another machine, may have no such trouble."""
+    """Limits, memory or a device of this machine: another start,
+    or another machine, may have no such trouble."""
     STORE = "store for now"
     """A disk, a file server, a network or a bucket that did not answer, or has no room now."""
     PREEMPTED = "preempted"
@@ -30,12 +33,14 @@ class ErrorClass(enum.Enum):
 
 
 FOR_NOW = (ErrorClass.HOST, ErrorClass.STORE)
-"""Classes of errors that may pass: the system call is made again, and then the run asks for another start."""
+"""Classes of errors that may pass: the system call is made again,
+and then the run asks for another start."""
 _NUMBERS = {
     ErrorClass.HOST: "EAGAIN EINTR EMFILE ENFILE ENOBUFS ENOLCK ENOMEM ETXTBSY",
-    ErrorClass.STORE: "EBADMSG EBUSY ECANCELED ECOMM ECONNABORTED ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN "
-    "EHOSTUNREACH EIO EKEYEXPIRED EKEYREJECTED EKEYREVOKED ENETDOWN ENETRESET ENETUNREACH ENODEV ENOKEY ENOLINK "
-    "ENOSPC ENOTCONN ENXIO EPROTO EREMOTEIO EROFS ESHUTDOWN ESTALE ETIME ETIMEDOUT EUCLEAN",
+    ErrorClass.STORE: "EBADMSG EBUSY ECANCELED ECOMM ECONNABORTED ECONNREFUSED ECONNRESET "
+    "EDQUOT EFBIG EHOSTDOWN EHOSTUNREACH EIO EKEYEXPIRED EKEYREJECTED EKEYREVOKED ENETDOWN "
+    "ENETRESET ENETUNREACH ENODEV ENOKEY ENOLINK ENOSPC ENOTCONN ENXIO EPROTO EREMOTEIO EROFS "
+    "ESHUTDOWN ESTALE ETIME ETIMEDOUT EUCLEAN",
 }
 NUMBERS: dict[int, ErrorClass] = {
     getattr(errno, name): kind
@@ -43,7 +48,8 @@ NUMBERS: dict[int, ErrorClass] = {
     for name in names.split()
     if hasattr(errno, name)
 }
-"""Class of a failed system call by its number; calls with any other number (ENOENT, EACCES, EISDIR) are requests."""
+"""Class of a failed system call by its number;
+calls with any other number (ENOENT, EACCES, EISDIR) are requests."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers with which a file system takes no more bytes: calling again at once changes nothing."""
 
@@ -51,9 +57,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class MeshwrightError(Exception):
     """Refused request, with its reason and a fix.
 
-    asked: the request.  truth: the reason, with the arithmetic.  fix: the smallest change that makes it work.
-    fix_in_python: the smallest change for a caller in Python, where that is another.
-    All are written with options of the command line; a caller in Python reads arguments (`callers`).
+    asked: the request.
+    truth: the reason, with the arithmetic.
+    fix: the smallest change that makes it work.
+    fix_in_python: the smallest change for a caller in Python, where that is another. All are
+    written with options of the command line; a caller in Python reads arguments (`callers`).
     """
 
     exit_code = 2
@@ -112,14 +120,16 @@ class TrainingError(MeshwrightError):
 
 
 class HostError(MeshwrightError):
-    """Run on several hosts that had to stop because of one of them: restarting it may help (EX_TEMPFAIL)."""
+    """Run on several hosts that had to stop because of one
+    of them: restarting it may help (EX_TEMPFAIL)."""
 
     exit_code = 75
     error_class = ErrorClass.HOST
 
 
 class UnavailableError(HostError):
-    """File, disk or server that this host cannot use for now: another start may help (EX_TEMPFAIL)."""
+    """File, disk or server that this host cannot use
+    for now: another start may help (EX_TEMPFAIL)."""
 
 
 class WeightsError(MeshwrightError):
@@ -149,7 +159,8 @@ def refuse(*cases: tuple[bool, str, str, str]) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns "did you mean 'x'?" for a misspelt name, or the list of known names where none is close."""
+    """Returns "did you mean 'x'?" for a misspelt name,
+    or the list of known names where none is close."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(known)
@@ -159,8 +170,10 @@ def class_of(error: BaseException) -> ErrorClass:
     """Returns the class of an error, by its type and, of a failed system call, its number.
 
     Example:
-        >>> class_of(OSError(errno.ESTALE, "stale")), class_of(FileNotFoundError(errno.ENOENT, "no"))
-        (<ErrorClass.STORE: 'store for now'>, <ErrorClass.REQUEST: 'request'>)
+        >>> class_of(OSError(errno.ESTALE, "stale"))
+        <ErrorClass.STORE: 'store for now'>
+        >>> class_of(FileNotFoundError(errno.ENOENT, "no"))
+        <ErrorClass.REQUEST: 'request'>
     """
     if isinstance(error, MeshwrightError):
         return error.error_class
@@ -180,8 +193,9 @@ def class_of(error: BaseException) -> ErrorClass:
 def by_class(error: BaseException, refusal: MeshwrightError) -> MeshwrightError:
     """Returns the error to raise where `error` stopped what `refusal` describes.
 
-    That is `refusal`, the error of a request or of bytes, unless `error` may pass: then it is RoomError for a store
-    that takes no more bytes, and UnavailableError for all else, with which a run asks for another start.
+    That is `refusal`, the error of a request or of bytes, unless `error` may pass: then it is
+    RoomError for a store that takes no more bytes, and UnavailableError for all else, with which a
+    run asks for another start.
     """
     if class_of(error) not in FOR_NOW or class_of(refusal) in FOR_NOW:
         return refusal
@@ -210,7 +224,8 @@ def unwritable_file(file: Path | str, error: OSError) -> MeshwrightError:
 
 
 def limit_of(error: BaseException) -> tuple[str, str] | None:
-    """Returns which limit of the system an error comes from, and what raises it; None for other errors."""
+    """Returns which limit of the system an error comes from, and what raises it;
+    None for other errors."""
     if isinstance(error, MemoryError):
         return "no memory is left", "more memory"
     number = getattr(error, "errno", None)
@@ -274,7 +289,8 @@ def divisors(n: int) -> list[int]:
 def foreign_code(
     asked: str, fix: str, truth: str = "it {}", kind: type[MeshwrightError] = ConfigError
 ) -> Iterator[None]:
-    """Raises an error of `kind` in place of one by code from outside the package; errors of the package pass.
+    """Raises an error of `kind` in place of one by code from outside the package;
+    errors of the package pass.
 
     An error that may pass (a connection that was reset) is raised as `by_class` has it.
 
@@ -290,16 +306,19 @@ def foreign_code(
 
 
 def describe_failure(error: BaseException) -> str:
-    """Formats an exception raised by code outside the package: `raised KeyError: 'x' (mine.py, line 3)`."""
+    """Formats an exception raised by code outside the package:
+    `raised KeyError: 'x' (mine.py, line 3)`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"raised {type(error).__name__}: {error}{place}"
 
 
 def first_error(error: BaseException) -> MeshwrightError | None:
-    """Returns the error of this package during whose handling `error` was raised; None where there is none.
+    """Returns the error of this package during whose handling `error` was raised;
+    None where there is none.
 
-    What fails while a run is closed after an error (a file that cannot be opened any more) does not replace it.
+    What fails while a run is closed after an error (a file
+    that cannot be opened any more) does not replace it.
     """
     found = None
     current: BaseException | None = error
@@ -311,7 +330,8 @@ def first_error(error: BaseException) -> MeshwrightError | None:
 
 
 class Closing(contextlib.ExitStack):
-    """Exit stack in which the first error wins: what fails while it closes after an error is added to that as a note."""
+    """Exit stack in which the first error wins: what fails while it closes
+    after an error is added to that as a note."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Literal[False]:
         """Closes all. Raises the first error of closing where there was none before."""

@@ -1,4 +1,5 @@
-"""Numbers (bytes, counts, durations) as text, counts from text, and text that is safe for a terminal."""
+"""Numbers (bytes, counts, durations) as text, counts from text,
+and text that is safe for a terminal."""
 
 import os
 import re
@@ -26,7 +27,8 @@ class Shown(Brief):
     """Result that a notebook shows as a page, and any other shell as a short text."""
 
     page_of: ClassVar[Callable[[Any], Any]]
-    """Returns the `views.report.Report` of a result. The package binds it: pages know results, and no result a page."""
+    """Returns the `views.report.Report` of a result.
+    The package binds it: pages know results, and no result a page."""
 
     def page(self) -> Any:
         """Returns the report of this result."""
@@ -37,7 +39,8 @@ class Shown(Brief):
 
 
 def relative_paths(text: str) -> str:
-    """Returns a text in which paths in the working directory begin there; parts of other paths stay."""
+    """Returns a text in which paths in the working directory begin there;
+    parts of other paths stay."""
     if "/" not in text:
         return text
     try:
@@ -48,9 +51,11 @@ def relative_paths(text: str) -> str:
 
 
 def short_paths(text: str) -> str:
-    """Returns a text in which paths begin in the working directory, or at `~` where they are in the home directory.
+    """Returns a text in which paths begin in the working directory,
+    or at `~` where they are in the home directory.
 
-    For what a reader looks at. A command that is printed to be copied has `relative_paths`: no shell expands `--out=~/x`.
+    For what a reader looks at. A command that is printed to be copied has `relative_paths`: no
+    shell expands `--out=~/x`.
     """
     if "/" not in text:
         return text
@@ -107,5 +112,6 @@ def parse_count(text: str, option: str) -> int:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Returns the text with escapes such as `\x1b` for characters that a terminal obeys, except those in `keep`."""
+    r"""Returns the text with escapes such as `\x1b` for characters
+    that a terminal obeys, except those in `keep`."""
     return "".join(c if c in keep or c.isprintable() else ascii(c)[1:-1] for c in text)

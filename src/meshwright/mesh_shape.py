@@ -30,7 +30,10 @@ class MeshShape:
         changes("program", "evaluation", "plan"),
         refused(
             "preferences",
-            because="the reference is a second forward pass of each microbatch, which a schedule of stages does not have",
+            because=(
+                "the reference is a second forward pass of each microbatch, which a schedule of "
+                "stages does not have"
+            ),
             instead="fsdp={fsdp} instead of stage={stage}",
         ),
         _STATED_BY_FAMILIES,
@@ -94,7 +97,8 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """Parses `data=2,fsdp=2,tensor=2`; `data=4*2` means 4 slices of 2. Raises ConfigError on anything else."""
+        """Parses `data=2,fsdp=2,tensor=2`; `data=4*2` means 4 slices of 2.
+        Raises ConfigError on anything else."""
         degrees: dict[str, int] = {}
         slices, dcn_axis = 1, "data"
         for part in text.split(","):

@@ -1,7 +1,7 @@
 """A path that was given where another kind of name is expected: what it is, and how to give it.
 
-Recipes, runs, weights and plans are named in different ways, and users type a path for each of them.
-Every error about such a path takes its words from here.
+Recipes, runs, weights and plans are named in different ways, and users type a path for each of
+them. Every error about such a path takes its words from here.
 """
 
 import re
@@ -14,7 +14,8 @@ from meshwright.storage.paths import path_of
 _MODEL_FILES = ("config.json", "adapter_config.json")
 """Files that make a folder one of Hugging Face."""
 KEPT = "huggingface"
-"""Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
+"""Folder inside an output folder with the files that come back out: tokenizer, chat
+template, configuration."""
 _CHECKPOINTS = {
     ".metadata": "a folder of torch.distributed.checkpoint (torchtitan, Megatron)",
     "_METADATA": "a checkpoint of Orbax (MaxText)",
@@ -60,7 +61,8 @@ def find_path_kind(name: str) -> PathKind | None:
 
 
 def find_checkpoint_kind(folder: Path) -> PathKind | None:
-    """Returns which program's checkpoint a folder is, of those that `convert` reads; None for any other folder."""
+    """Returns which program's checkpoint a folder is, of those that `convert` reads;
+    None for any other folder."""
     for file, summary in _CHECKPOINTS.items():
         if (folder / file).is_file():
             fix = f"hf:OUT, after meshwright convert {folder} OUT"
@@ -69,7 +71,8 @@ def find_checkpoint_kind(folder: Path) -> PathKind | None:
 
 
 def _kind_of_folder(path: Path) -> PathKind | None:
-    """Returns what a folder is that is not the output folder of a run; None where nothing is known."""
+    """Returns what a folder is that is not the output folder of a run;
+    None where nothing is known."""
     checkpoint = find_checkpoint_kind(path)
     if checkpoint is not None:
         # A config.json was copied into it for `convert`, and makes it no folder of Hugging Face.

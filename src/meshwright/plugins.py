@@ -1,9 +1,10 @@
 """Objects named in a Run: a built-in of `PARTS`, `module:attribute`, or `FILE.py:attribute`.
 
-A Run is data: it is written to run.json and read back on other hosts. Whatever a user adds from outside the package (a
-model family, an optimizer, a layout, a schedule, an attention kernel, a data source, a reporter, a chip) is therefore
-kept by name. `resolve` turns a name into the object, `name_of` an object into its name. What is named is imported when
-it is used, so a run loads only its own parts.
+A Run is data: it is written to run.json and read back on other hosts. Whatever a user adds from
+outside the package (a model family, an optimizer, a layout, a schedule, an attention kernel, a data
+source, a reporter, a chip) is therefore kept by name. `resolve` turns a name into the object,
+`name_of` an object into its name. What is named is imported when it is used, so a run loads only
+its own parts.
 """
 
 import hashlib
@@ -55,6 +56,7 @@ PARTS: dict[str, dict[str, str]] = {
         "blocked": "models.kernels.blocked:blocked_kernels",
         "splash": "models.kernels.splash:splash_kernels",
         "splash_fused": "models.kernels.splash:splash_fused_kernels",
+        "tokamax_splash": "models.kernels.tokamax_splash:tokamax_splash_kernels",
         "cudnn": "models.kernels.cudnn:cudnn_kernels",
     },
     "grouped matmul": {
@@ -81,8 +83,9 @@ _FILE_MODULE = "meshwright_file_"
 def resolve(kind: str, name: str, builtin: Mapping[str, Any] | None = None) -> Any:
     """Returns the object called `name`: built in, or an attribute of a module or file.
 
-    kind: the word used in errors, such as "optimizer".  builtin: objects by name; None takes the rows of PARTS. Raises
-    ConfigError with the nearest built-in name.
+    kind: the word used in errors, such as "optimizer".
+    builtin: objects by name; None takes the rows of PARTS.
+    Raises ConfigError with the nearest built-in name.
     """
     rows = PARTS[kind] if builtin is None else builtin
     if name in rows:
@@ -108,7 +111,8 @@ def expect[T](value: Any, kind: type[T], asked: str, fix: str) -> T:
 def load(kind: str, name: str) -> Any:
     """Imports `module:attribute` or `FILE.py:attribute`.
 
-    Raises ConfigError where either is missing, and for a name that the user did not give (`trust.accept`).
+    Raises ConfigError where either is missing,
+    and for a name that the user did not give (`trust.accept`).
     """
     accepted = trust.accept(kind, name)
     holder, value = _find(kind, accepted)
@@ -117,7 +121,8 @@ def load(kind: str, name: str) -> Any:
 
 
 def _find(kind: str, name: trust.OwnName) -> tuple[Any, Any]:
-    """Imports what a name of the user's names; returns it, and the module or the class that has it."""
+    """Imports what a name of the user's names;
+    returns it, and the module or the class that has it."""
     module_name, _, path = name.rpartition(":")
     if module_name.endswith(".py"):
         value: Any = load_file(trust.OwnName(module_name))
@@ -151,7 +156,8 @@ def _import(kind: str, name: str, module_name: str) -> ModuleType:
         raise ConfigError(
             f"{kind} {name!r}",
             f"no module {error.name!r} can be imported from here",
-            f"install it, or name its file: {module_name.rpartition('.')[2]}.py:{name.rpartition(':')[2]}",
+            "install it, or name its file: "
+            f"{module_name.rpartition('.')[2]}.py:{name.rpartition(':')[2]}",
         ) from error
 
 
@@ -184,16 +190,19 @@ def load_file(path: trust.OwnName) -> ModuleType:
 
 
 def keep_names(config: Any, *fields: str) -> None:
-    """Replaces objects given for `fields` of a frozen configuration by their names, so that it stays data."""
+    """Replaces objects given for `fields` of a frozen configuration by their names,
+    so that it stays data."""
     for field in fields:
         object.__setattr__(config, field, name_of(getattr(config, field)))
 
 
 def name_of(value: Any) -> str:
-    """Returns the name under which `resolve` finds `value` again: `module:attribute` or `FILE.py:attribute`.
+    """Returns the name under which `resolve` finds `value` again: `module:attribute`
+    or `FILE.py:attribute`.
 
-    Strings are names already; an object is the user's own, and so is its name. Raises ConfigError for an object without
-    one: a lambda, a local function, or one of an interactive session, which no other process could import.
+    Strings are names already; an object is the user's own, and so is its name. Raises ConfigError
+    for an object without one: a lambda, a local function, or one of an interactive session, which
+    no other process could import.
     """
     if isinstance(value, str):
         return value
@@ -217,7 +226,8 @@ def _attribute(module: ModuleType, path: str) -> Any:
 
 
 def _holder(value: Any) -> tuple[ModuleType, str]:
-    """Returns the module and attribute of an object that does not know its own name, such as an instance.
+    """Returns the module and attribute of an object that does not know its own name, such
+    as an instance.
 
     The script comes last: what it imports is found in the module that another process would import.
     """

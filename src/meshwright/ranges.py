@@ -1,7 +1,9 @@
-"""Ranges of the numbers that a user gives, stated in their types, and the one place that refuses other numbers.
+"""Ranges of the numbers that a user gives, stated in their types,
+and the one place that refuses other numbers.
 
-A dataclass of options, or of a part of a Run, derives from `Ranged`; its fields have types such as `PositiveInt`. They
-are checked when it is made, whether by the command line, from a file or in Python.
+A dataclass of options, or of a part of a Run, derives from `Ranged`; its fields have types such as
+`PositiveInt`. They are checked when it is made, whether by the command line, from a file or in
+Python.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ import msgspec
 from meshwright.errors import ConfigError
 
 _MOST_INT, _MOST_FLOAT = 2**40, sys.float_info.max
-"""Largest numbers where a range has no upper end: all divisors of it are found quickly, and infinity is no number."""
+"""Largest numbers where a range has no upper end: all divisors
+of it are found quickly, and infinity is no number."""
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=_MOST_INT)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INT)]
@@ -38,9 +41,11 @@ _PLAIN = {int: NonNegativeInt, float: FiniteFloat}
 
 
 class Ranged:
-    """Base of a dataclass whose numbers are in the ranges of their types; ConfigError for any other.
+    """Base of a dataclass whose numbers are in the ranges of their types;
+    ConfigError for any other.
 
-    part: what precedes the name of a field in its option: `class Optimizer(Ranged, part="optimizer")`.
+    part: what precedes the name of a field in its option:
+    `class Optimizer(Ranged, part="optimizer")`.
     """
 
     option_part: ClassVar[str] = ""
@@ -55,7 +60,8 @@ class Ranged:
 
 
 def check_ranges(config: Any) -> None:
-    """Raises ConfigError for the first number of a dataclass that is outside the range of its type."""
+    """Raises ConfigError for the first number of a dataclass that is outside the range
+    of its type."""
     owner: Any = type(config)
     for name, kind in ranges_of(owner).items():
         value = getattr(config, name)
@@ -68,7 +74,8 @@ def check_ranges(config: Any) -> None:
 
 
 def check_words(option: str, words: Sequence[str], kind: Any, default: Any) -> None:
-    """Raises ConfigError for the first word of an option that is not a number of its type. kind: of `ranges_of`."""
+    """Raises ConfigError for the first word of an option that is not a number of its type.
+    kind: of `ranges_of`."""
     number = number_in(kind)
     for word in words:
         try:
@@ -107,7 +114,8 @@ def ranges_of(owner: type) -> dict[str, Any]:
 
 
 def describe_range(kind: Any, value: Any = None) -> str:
-    """Describes the numbers of a type: `a whole number of at least 1`. value: what it does not take."""
+    """Describes the numbers of a type: `a whole number of at least 1`.
+    value: what it does not take."""
     number = number_in(kind)
     meta, whole = number.__metadata__[0], typing.get_args(number)[0] is int
     with contextlib.suppress(TypeError, ValueError):
@@ -131,8 +139,8 @@ def describe_range(kind: Any, value: Any = None) -> str:
 
 
 def _example(kind: Any, default: Any, value: Any) -> str:
-    """Returns what a type takes: the number that a word like `1e3` means, the largest where it is above that, the
-    default, or a number like `value`."""
+    """Returns what a type takes: the number that a word like `1e3` means, the largest where it is
+    above that, the default, or a number like `value`."""
     number = number_in(kind)
     meta, meant, like = number.__metadata__[0], None, None
     with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -155,7 +163,8 @@ def _words(value: Any) -> str:
 
 
 def number_in(kind: Any) -> Any:
-    """Returns the number type, with its range, inside a type such as `tuple[PositiveInt, ...] | None`; None without."""
+    """Returns the number type, with its range, inside a type such as
+    `tuple[PositiveInt, ...] | None`; None without."""
     inner = [arm for arm in typing.get_args(kind) if arm is not Ellipsis]
     metas = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
     return (

@@ -1,11 +1,12 @@
 """Signs of this process: its step and phase, what its main thread waits for, and since when.
 
-They are given from the process's first line to its last: to a supervisor through a pipe (`give_signs`), and to the
-other hosts of a run through their store (`trainer.hosts`).
+They are given from the process's first line to its last: to a supervisor through a pipe
+(`give_signs`), and to the other hosts of a run through their store (`trainer.hosts`).
 
-A wait for other hosts or for the devices that compute with them is announced (`waiting`). Whatever else a main thread
-stands in is its own: a disk, a pipe, data, its own computation. What that is comes from the system, which knows in
-which call a thread is and on which file, and from the line of Python that called it.
+A wait for other hosts or for the devices that compute with them is announced (`waiting`). Whatever
+else a main thread stands in is its own: a disk, a pipe, data, its own computation. What that is
+comes from the system, which knows in which call a thread is and on which file, and from the line of
+Python that called it.
 """
 
 import collections
@@ -22,7 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BEATS = "MESHWRIGHT_BEATS"
-"""Variable with the number of an open file that takes a process's signs, for the one that supervises it."""
+"""Variable with the number of an open file that takes a process's signs,
+for the one that supervises it."""
 LOADING = "load"
 """Phase from the first line of a process until it knows what to do."""
 PREPARING = "prepare"
@@ -30,7 +32,8 @@ PREPARING = "prepare"
 PERIOD = 1.0
 """Seconds between two signs to a supervisor."""
 NOBODY, EVERYBODY = -2, -1
-"""Host that a main thread waits for: none at all, or all that take part; else the index of a process."""
+"""Host that a main thread waits for: none at all, or all that take part;
+else the index of a process."""
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _LONGEST = 4096
 """Bytes of a path."""
@@ -47,7 +50,8 @@ class Wait:
     what: str
     """In words: `the devices`, `/shared/out/metrics.jsonl`."""
     host: int = NOBODY
-    """Process that has to come first; `EVERYBODY` of a barrier or a collective, `NOBODY` of what is this host's own."""
+    """Process that has to come first;
+    `EVERYBODY` of a barrier or a collective, `NOBODY` of what is this host's own."""
     thread: int | None = None
     """Thread of this process that has to come first."""
 
@@ -56,7 +60,8 @@ _waits: dict[int, list[Wait]] = {}
 
 
 class _Stopwatch:
-    """Seconds that the main thread has waited for other hosts, or for the devices that compute with them."""
+    """Seconds that the main thread has waited for other hosts,
+    or for the devices that compute with them."""
 
     def __init__(self) -> None:
         self._now: tuple[float, float | None] = (0.0, None)
@@ -121,7 +126,8 @@ def wait_of_main_thread(*, detailed: bool = True) -> Wait:
 
 
 def _where(thread: int | None) -> str:
-    """Describes where a thread of this process is: the file or pipe of its system call, and its line of Python."""
+    """Describes where a thread of this process is: the file or pipe of its system call,
+    and its line of Python."""
     frame = sys._current_frames().get(thread or 0)
     line = ""
     while frame is not None:
@@ -137,16 +143,19 @@ def _where(thread: int | None) -> str:
 
 
 _BY_DESCRIPTOR = {0, 1, 3, 5, 8, 16, 17, 18, 19, 20, 73, 74, 75, 77, 217, 295, 296}
-"""System calls of x86-64 whose first argument is a file descriptor: read, write, close, fstat, flock, fsync, ..."""
+"""System calls of x86-64 whose first argument is a file descriptor: read, write, close,
+fstat, flock, fsync, ..."""
 _BY_PATH = {
     **dict.fromkeys((2, 4, 6, 21, 82, 83, 84, 87, 137), 0),
     **dict.fromkeys((257, 258, 262, 263, 264, 269, 316, 332), 1),
 }
-"""System calls of x86-64 -> argument with a path: open, stat, rename, mkdir, unlink, statfs, openat, ..."""
+"""System calls of x86-64 -> argument with a path: open, stat, rename, mkdir, unlink,
+statfs, openat, ..."""
 
 
 def _target_of_call(native: int | None) -> str:
-    """Returns the file, or the pipe, of the system call that a thread is in; "" where the system does not say."""
+    """Returns the file, or the pipe, of the system call that a thread is in;
+    "" where the system does not say."""
     if native is None or platform.machine() != "x86_64":
         return ""
     try:
@@ -165,7 +174,8 @@ def _target_of_call(native: int | None) -> str:
 
 
 def _file_of_other_threads() -> str:
-    """Returns the file of a system call in which another thread of this process is: one that reads or writes for it."""
+    """Returns the file of a system call in which another thread of this process is: one
+    that reads or writes for it."""
     try:
         tasks = os.listdir("/proc/self/task")
     except OSError:
@@ -190,7 +200,8 @@ def _name_of(descriptor: int) -> str:
 
 
 class Phases:
-    """Step and phase of a process, set by the training loop in one assignment and read by other threads."""
+    """Step and phase of a process, set by the training loop in one assignment and read
+    by other threads."""
 
     def __init__(self, phase: str = "start") -> None:
         self.now: tuple[int, str, float] = (0, phase, time.monotonic())
@@ -200,28 +211,33 @@ class Phases:
         self._seconds: dict[str, collections.deque[float]] = {}
         """Phase, or `WORK` -> how long the last ones took."""
         self._work: tuple[float, float | None] = (0.0, None)
-        """Seconds of its own work in the steps that are over; in a step, `_progress` at its beginning."""
+        """Seconds of its own work in the steps that are over;
+        in a step, `_progress` at its beginning."""
 
     @property
     def worked(self) -> float:
-        """Seconds in phase `step` in which this process waited neither for others nor for the devices."""
+        """Seconds in phase `step` in which this process waited neither for others nor
+        for the devices."""
         total, start = self._work
         return total if start is None else total + _progress() - start
 
     @property
     def place(self) -> tuple[int, str, float]:
-        """Step, phase, and since when; of a save since it last wrote something, or waits for other hosts (`commit`)."""
+        """Step, phase, and since when;
+        of a save since it last wrote something, or waits for other hosts (`commit`)."""
         step, phase, since = self.now
         if phase != "save":
             return step, phase, since
         return step, self._saving[0], max(since, self._saving[1])
 
     def saves(self, phase: str) -> None:
-        """Called by a save when it has written another part (`save`), or waits for the other hosts (`commit`)."""
+        """Called by a save when it has written another part (`save`),
+        or waits for the other hosts (`commit`)."""
         self._saving = (phase, time.monotonic())
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begins a phase: start, data, compile, step, save, evaluate, sample. step: None stays in the same one."""
+        """Begins a phase: start, data, compile, step, save, evaluate, sample.
+        step: None stays in the same one."""
         last_step, last_phase, since = self.now
         now = time.monotonic()
         self._note(last_phase, now - since)
@@ -235,7 +251,8 @@ class Phases:
         self._seconds.setdefault(phase, collections.deque(maxlen=_TIMED)).append(seconds)
 
     def usual_seconds(self, phase: str) -> float | None:
-        """Returns the median seconds of the last times in a phase that are over; None before the first.
+        """Returns the median seconds of the last times in a phase that are over;
+        None before the first.
 
         phase: or `WORK`, of the work of its own in a step.
         """
@@ -274,12 +291,14 @@ def in_phases(phases: Phases) -> Iterator[Phases]:
 
 
 def leave(how: str) -> None:
-    """Notes that the process has done its work, or why it ends: a supervisor then waits for its exit."""
+    """Notes that the process has done its work,
+    or why it ends: a supervisor then waits for its exit."""
     _here.left = _here.left or how
 
 
 def end_with(code: int) -> None:
-    """Notes that the run is whole and ends with `code`: nothing is left to do that all hosts do together."""
+    """Notes that the run is whole and ends with `code`: nothing is left to do
+    that all hosts do together."""
     _here.whole = code
 
 
@@ -289,7 +308,8 @@ def whole() -> int | None:
 
 
 def give_signs() -> None:
-    """Gives signs to the supervisor of this process, where it has one, from now to its end, in a thread."""
+    """Gives signs to the supervisor of this process, where it has one, from now to its end,
+    in a thread."""
     file = os.environ.get(BEATS, "")
     if not file.isdigit():
         return
@@ -299,9 +319,21 @@ def give_signs() -> None:
 
 
 def _beat(file: int) -> None:
-    while True:
+    while not _unsupervised.is_set():
         step, phase, since = _here.phases.place
         sign = [step, phase, time.monotonic() - since, _here.left]
-        with contextlib.suppress(OSError):
+        try:
             os.write(file, f"{json.dumps(sign)}\n".encode())
+        except BrokenPipeError:
+            _unsupervised.set()
+        except OSError:  # a supervisor that was stopped reads nothing
+            pass
         time.sleep(PERIOD)
+
+
+_unsupervised = threading.Event()
+
+
+def supervisor_has_gone() -> bool:
+    """Returns whether this process had a supervisor, and has none any more."""
+    return _unsupervised.is_set()

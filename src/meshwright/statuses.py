@@ -1,8 +1,9 @@
 """Fields of the errors of other libraries that have one Python type for every failure.
 
-XLA and TensorStore write a status (absl::StatusCode) before the text, `NOT_FOUND: no such key`; TensorStore adds the
-number of the system call, `[os_error_code='28']`. Clients of buckets, the options of XLA and msgspec have no field
-either. What they write is read here and in no other module (tests/test_error_classes.py).
+XLA and TensorStore write a status (absl::StatusCode) before the text, `NOT_FOUND: no such key`;
+TensorStore adds the number of the system call, `[os_error_code='28']`. Clients of buckets, the
+options of XLA and msgspec have no field either. What they write is read here and in no other module
+(tests/test_error_classes.py).
 """
 
 import enum
@@ -49,7 +50,8 @@ def statuses_of(error: BaseException) -> frozenset[str]:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Returns the error of the system call that made a request to TensorStore fail; None where none did."""
+    """Returns the error of the system call that made a request to TensorStore fail;
+    None where none did."""
     found = _SYSTEM_NUMBER.search(str(error))
     if found is None:
         return None
@@ -58,7 +60,8 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 class BucketFailure(enum.Enum):
-    """Reason for which a bucket did not answer a request, with the words that its drivers have for it."""
+    """Reason for which a bucket did not answer a request,
+    with the words that its drivers have for it."""
 
     NO_BUCKET = ("NoSuchBucket", "bucket does not exist", "bucket not found", "Bucket not found")
     NO_CREDENTIALS = (
@@ -78,7 +81,8 @@ class BucketFailure(enum.Enum):
 
 
 def bucket_failure(error: BaseException) -> BucketFailure | None:
-    """Returns why a bucket did not answer, the first reason that the error has words of; None for another."""
+    """Returns why a bucket did not answer, the first reason that the error has words of;
+    None for another."""
     text = str(error)
     for failure in BucketFailure:
         if any(sign in text for sign in failure.value):
@@ -93,7 +97,8 @@ def unknown_option(error: BaseException) -> str | None:
 
 
 def with_place(error: BaseException, name: str) -> str:
-    """Returns the text of a msgspec.ValidationError with the path from `name`, which msgspec calls `$` or leaves out."""
+    """Returns the text of a msgspec.ValidationError with the path from `name`,
+    which msgspec calls `$` or leaves out."""
     text = str(error)
     if "$" in text:
         return text.replace("$", name)

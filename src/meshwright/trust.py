@@ -1,16 +1,20 @@
-"""Names of code, by who gave them: the user, or a file. Only a name that the user gave is resolved to code.
+"""Names of code, by who gave them: the user, or a file.
+Only a name that the user gave is resolved to code.
 
-A Run names what a user added from outside the package by `module:attribute` or `FILE.py:attribute`. The type of a name
-states whose it is:
+A Run names what a user added from outside the package by `module:attribute` or `FILE.py:attribute`.
+The type of a name states whose it is:
 
-- `OwnName`: given by the user, on the command line, in Python code that calls the package, or by the user's own recipe.
-  `own` makes it, and is called at these boundaries only (a test lists them).
-- `ForeignName`: read from a file, with the file's name. `foreign` makes it, where a run or a plan is read.
-- A plain `str` is what everything else yields: a slice, a join, a formatted text. It is treated as a foreign name is,
-  so a transformation that forgets the type can only lose trust. One that has to keep it uses `derive`.
+- `OwnName`: given by the user, on the command line, in Python code that calls the package, or by
+  the user's own recipe. `own` makes it, and is called at these boundaries only (a test lists them).
+- `ForeignName`: read from a file, with the file's name.
+  `foreign` makes it, where a run or a plan is read.
+- A plain `str` is what everything else yields: a slice, a join, a formatted text. It is treated as
+  a foreign name is, so a transformation that forgets the type can only lose trust. One that has to
+  keep it uses `derive`.
 
-`accept` exchanges a name for an `OwnName`, and `plugins` imports nothing else. A foreign name is exchanged where the
-user gave the same code by name, or for the public attribute of an installed package.
+`accept` exchanges a name for an `OwnName`, and `plugins` imports nothing else. A foreign name is
+exchanged where the user gave the same code by name, or for the public attribute of an installed
+package.
 """
 
 import ast
@@ -33,7 +37,8 @@ from typing import Any, Self, cast
 from meshwright.errors import ConfigError
 
 TRUST = "--trust-code"
-"""Option of every verb: files that are read may name any code, or with `=NAME` the code of that name."""
+"""Option of every verb: files that are read may name any code,
+or with `=NAME` the code of that name."""
 
 
 class _Name(str):
@@ -94,9 +99,11 @@ _user = _User()
 
 
 def own[T](value: T) -> T:
-    """Returns a value that the user gave, with every plain text in it that may name code as an `OwnName`.
+    """Returns a value that the user gave,
+    with every plain text in it that may name code as an `OwnName`.
 
-    value: a text, a dataclass, or a list, tuple or mapping of them. Foreign names in it stay foreign.
+    value: a text, a dataclass, or a list, tuple or mapping of them.
+    Foreign names in it stay foreign.
     """
     return cast(T, _mapped(value, _owned))
 
@@ -110,7 +117,8 @@ def _owned(text: str) -> str:
 
 
 def foreign[T](value: T, origin: str) -> T:
-    """Returns a value that was read from the file `origin`, with every text in it as a `ForeignName`."""
+    """Returns a value that was read from the file `origin`,
+    with every text in it as a `ForeignName`."""
     return cast(T, _mapped(value, lambda text: ForeignName(text, origin)))
 
 
@@ -120,14 +128,16 @@ def derive(source: str, text: str) -> str:
 
 
 def plain_text(value: Any) -> str:
-    """Returns a name as plain text, for encoders of exact types. Raises NotImplementedError for other values."""
+    """Returns a name as plain text, for encoders of exact types.
+    Raises NotImplementedError for other values."""
     if not isinstance(value, str):
         raise NotImplementedError(type(value).__name__)
     return str(value)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a value with every text in it changed; what has none that changes stays the same object."""
+    """Returns a value with every text in it changed;
+    what has none that changes stays the same object."""
     if isinstance(value, str):
         return change(value)
     if type(value) is dict:
@@ -161,7 +171,8 @@ def is_reference(name: str) -> bool:
 
 
 def references_in(text: str) -> Iterator[str]:
-    """Yields the names of code in NAME, NAME=WEIGHT, and a list of targets such as 2*NAME:SIZE,NAME:SIZE."""
+    """Yields the names of code in NAME, NAME=WEIGHT,
+    and a list of targets such as 2*NAME:SIZE,NAME:SIZE."""
     for part in (text, *text.split(",")):
         part = part.strip()
         weighted = part.rpartition("=")[0]
@@ -173,7 +184,8 @@ def references_in(text: str) -> Iterator[str]:
 
 
 def own_references(value: Any) -> list[str]:
-    """Returns the names of code in a value that the user gave in it, or gave elsewhere and it repeats."""
+    """Returns the names of code in a value that the user gave in it,
+    or gave elsewhere and it repeats."""
     found: set[str] = set()
 
     def look(text: str) -> str:
@@ -187,7 +199,8 @@ def own_references(value: Any) -> list[str]:
 
 
 def take_options(words: Iterable[str]) -> list[str]:
-    """Takes the options `--trust-code` and `--trust-code=NAME`, and returns the other words of a command line."""
+    """Takes the options `--trust-code` and `--trust-code=NAME`,
+    and returns the other words of a command line."""
     rest: list[str] = []
     for word in words:
         option, _, name = word.partition("=")
@@ -200,17 +213,20 @@ def take_options(words: Iterable[str]) -> list[str]:
 
 
 def trust_options() -> list[str]:
-    """Returns the options by which a child process with the same command line trusts what the user trusts."""
+    """Returns the options by which a child process with the same command line trusts what the
+    user trusts."""
     return list(_user.options)
 
 
 def options_of_child(*values: Any) -> list[str]:
-    """Returns the options with which a child process that reads `values` from a file trusts the user's own names."""
+    """Returns the options with which a child process that reads `values`
+    from a file trusts the user's own names."""
     return [*trust_options(), *(f"{TRUST}={name}" for name in own_references(list(values)))]
 
 
 def _canonical(name: str) -> str:
-    """Returns a name with the path of its file resolved: links and `..` make no second name for the same code."""
+    """Returns a name with the path of its file resolved: links and `..` make no second name
+    for the same code."""
     module, _, attribute = name.rpartition(":")
     if not module.endswith(".py"):
         return str(name)
@@ -218,7 +234,8 @@ def _canonical(name: str) -> str:
 
 
 def accept(kind: str, name: str) -> OwnName:
-    """Returns the user's own name for what `name` names. Raises ConfigError where only a file named it.
+    """Returns the user's own name for what `name` names.
+    Raises ConfigError where only a file named it.
 
     kind: the word used in errors, such as "optimizer". Nothing is imported to find out.
     """
@@ -267,11 +284,12 @@ _METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
 
 
 def check_value(kind: str, name: str, holder: Any, value: Any) -> None:
-    """Raises ConfigError where a name that the user did not give led to something other than a package's own object.
+    """Raises ConfigError where a name that the user did not give led to something other
+    than a package's own object.
 
-    holder: what has `value` as its attribute. Only classes are walked through: neither modules nor instances, whose
-    methods change them. Objects of Python's own modules and of this one are refused, as are methods of built-in types,
-    which have no module.
+    holder: what has `value` as its attribute. Only classes are walked through: neither modules nor
+    instances, whose methods change them. Objects of Python's own modules and of this one are
+    refused, as are methods of built-in types, which have no module.
     """
     if is_given(name):
         return
@@ -294,14 +312,16 @@ def _refused(kind: str, name: str, truth: str) -> ConfigError:
     origin = name.origin if isinstance(name, ForeignName) else "a text that no user gave"
     return ConfigError(
         f"{kind} {str(name)!r} of {origin}",
-        f"{truth}, and a file chooses no code: installed packages and names that you give are imported",
-        f"{TRUST}={name} where you would run that code yourself ({TRUST}: whatever the files name); or the recipe that "
-        "wrote it as the first argument, with the options it was given",
+        f"{truth}, and a file chooses no code: installed packages and names that you give are "
+        "imported",
+        f"{TRUST}={name} where you would run that code yourself ({TRUST}: whatever the files "
+        "name); or the recipe that wrote it as the first argument, with the options it was given",
     )
 
 
 def _files_of(module: str) -> list[Path] | None:
-    """Returns the files that importing a module would run, its packages' included; None where it is not found."""
+    """Returns the files that importing a module would run, its packages' included;
+    None where it is not found."""
     files, path, name = [], None, ""
     for part in module.split("."):
         name = f"{name}.{part}".lstrip(".")
@@ -329,8 +349,9 @@ def _files_of(module: str) -> list[Path] | None:
 def _is_installed(top: str, file: Path) -> bool:
     """Whether a file of the top-level module `top` stands where an installation placed that module.
 
-    Everything in a folder of installed packages counts: whoever writes there runs code at every start of Python (by
-    `.pth` files). Of an editable installation the packages count that it maps, and nothing else of their checkout.
+    Everything in a folder of installed packages counts: whoever writes there runs code at every
+    start of Python (by `.pth` files). Of an editable installation the packages count that it maps,
+    and nothing else of their checkout.
     """
     if top == __name__.partition(".")[0]:
         return True
@@ -363,8 +384,8 @@ def _links_of(top: str, folders: list[Path]) -> list[Path]:
 def _editable_roots(top: str, folders: list[Path]) -> Iterator[Path]:
     """Yields the packages and modules called `top` that editable installations map.
 
-    folders: those of installed packages. What calls itself a distribution elsewhere on the path, such as a `.dist-info`
-    in the working directory, is not asked.
+    folders: those of installed packages. What calls itself a distribution elsewhere on the path,
+    such as a `.dist-info` in the working directory, is not asked.
     """
     for distribution in importlib.metadata.distributions(path=[str(f) for f in folders]):
         checkout = _checkout_of(distribution)
@@ -393,10 +414,11 @@ def _checkout_of(distribution: importlib.metadata.Distribution) -> Path | None:
 def _mapped_by_path(
     top: str, file: Path, checkout: Path, distribution: importlib.metadata.Distribution
 ) -> Iterator[Path]:
-    """Yields what is called `top` in the folders that a `.pth` file of an editable installation adds to the path.
+    """Yields what is called `top` in the folders that a `.pth` file
+    of an editable installation adds to the path.
 
-    The folder may be the checkout itself, with its tests, examples and whatever lies in it: then only the top-level
-    names that the distribution states count, or else its own name.
+    The folder may be the checkout itself, with its tests, examples and whatever lies in it: then
+    only the top-level names that the distribution states count, or else its own name.
     """
     stated = _top_level_names(distribution)
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -420,7 +442,8 @@ def _top_level_names(distribution: importlib.metadata.Distribution) -> set[str]:
 
 
 def _mapped_by_finder(top: str, file: Path) -> Iterator[Path]:
-    """Yields where the finder that setuptools writes for an editable installation looks for `top`; it is not run."""
+    """Yields where the finder that setuptools writes for an editable installation looks
+    for `top`; it is not run."""
     for statement in ast.parse(file.read_text(encoding="utf-8")).body:
         if not isinstance(statement, ast.AnnAssign) or statement.value is None:
             continue

@@ -1,4 +1,5 @@
-"""Reads any compiled JAX function: what it stores, what it sends, what it multiplies, how long it may take.
+"""Reads any compiled JAX function: what it stores, what it sends,
+what it multiplies, how long it may take.
 
     >>> import jax.numpy as jnp
     >>> import xlacensus
@@ -6,8 +7,8 @@
     >>> report.flops.compiled, len(report.ledger), report.findings
     (1024.0, 0, ())
 
-Nothing runs, and no array is made: a function is compiled for its arguments, which may be abstract, and the program's
-text is read. `python -m xlacensus PROGRAM.txt` reads a text alone.
+Nothing runs, and no array is made: a function is compiled for its arguments, which may be abstract,
+and the program's text is read. `python -m xlacensus PROGRAM.txt` reads a text alone.
 """
 
 import importlib

@@ -1,9 +1,10 @@
 """Command line: `python -m xlacensus PROGRAM`.
 
-PROGRAM is a file with the text of a compiled program (`compiled.as_text()`, or `*after_optimizations.txt` of
-`XLA_FLAGS=--xla_dump_to=FOLDER`), or `module:function`. The function is called without arguments, and returns what
-JAX makes of a function on the way (`jax.jit(f).trace(x)`, `.lower(x)` or `.lower(x).compile()`), or the function and
-its arguments, `(f, x)`.
+PROGRAM is a file with the text of a compiled program (`compiled.as_text()`, or
+`*after_optimizations.txt` of `XLA_FLAGS=--xla_dump_to=FOLDER`), or `module:function`. The function
+is called without arguments, and returns what JAX makes of a function on the way
+(`jax.jit(f).trace(x)`, `.lower(x)` or `.lower(x).compile()`), or the function and its arguments,
+`(f, x)`.
 """
 
 import argparse
@@ -24,7 +25,8 @@ _EXAMPLE = "a file with `compiled.as_text()`, or module:function"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prints what a program stores, sends and multiplies. Returns the exit code: 0, or 2 for what cannot be read."""
+    """Prints what a program stores, sends and multiplies.
+    Returns the exit code: 0, or 2 for what cannot be read."""
     parser = argparse.ArgumentParser(
         prog="python -m xlacensus",
         description=__doc__,
@@ -69,7 +71,8 @@ def parse_mesh(text: str) -> dict[str, int] | None:
 
 
 def census_of_name(name: str, mesh: dict[str, int] | None) -> Census:
-    """Imports `module:function`, calls it, and takes the census of what it returns. Raises CensusError."""
+    """Imports `module:function`, calls it, and takes the census of what it returns.
+    Raises CensusError."""
     module_name, _, attribute = name.partition(":")
     if module_name.endswith(".py"):
         fix = f"the name of the module: {Path(module_name).stem}:{attribute}"

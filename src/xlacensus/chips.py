@@ -1,4 +1,5 @@
-"""Rates of a chip for a simulated schedule: peaks, links, and the fractions of them that programs achieve."""
+"""Rates of a chip for a simulated schedule: peaks, links,
+and the fractions of them that programs achieve."""
 
 import dataclasses
 from typing import Protocol
@@ -6,19 +7,22 @@ from typing import Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
-    """TPU inter-chip interconnect (ICI): each chip is linked to its neighbours along every dimension."""
+    """TPU inter-chip interconnect (ICI): each chip is linked
+    to its neighbours along every dimension."""
 
     dims: int
     """Dimensions of the torus."""
     link_bandwidth: float
     """Bytes/s from a chip to one neighbour, one way."""
     wraparound_multiple: int
-    """A dimension whose length is a multiple of this number of chips has wraparound links, which make it a ring."""
+    """A dimension whose length is a multiple of this number
+    of chips has wraparound links, which make it a ring."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """GPU nodes: a switch joins all devices of a node (an NVLink domain), a network joins the nodes."""
+    """GPU nodes: a switch joins all devices of a node (an NVLink domain), a network joins
+    the nodes."""
 
     link_bandwidth: float
     """Bytes/s from a device into the switch, one way."""
@@ -27,7 +31,8 @@ class Nodes:
 
 
 class Chip(Protocol):
-    """Peak rates of one JAX device, in FLOP/s, bytes/s and hertz; any object with these attributes is one."""
+    """Peak rates of one JAX device, in FLOP/s, bytes/s and hertz;
+    any object with these attributes is one."""
 
     @property
     def name(self) -> str:
@@ -39,7 +44,8 @@ class Chip(Protocol):
 
     @property
     def flops_fp8(self) -> float | None:
-        """Peak dense FLOP/s of products of float8 operands; None where they are as fast as bfloat16."""
+        """Peak dense FLOP/s of products of float8 operands;
+        None where they are as fast as bfloat16."""
 
     @property
     def flops_mxfp8(self) -> float | None:
@@ -47,7 +53,8 @@ class Chip(Protocol):
 
     @property
     def flops_int8(self) -> float | None:
-        """Peak dense operations/s of products of int8 operands; None where they are as fast as bfloat16."""
+        """Peak dense operations/s of products of int8 operands;
+        None where they are as fast as bfloat16."""
 
     @property
     def hbm_bandwidth(self) -> float:
@@ -71,7 +78,8 @@ class Chip(Protocol):
 
     @property
     def clock_hz(self) -> float | None:
-        """Clock of the matrix unit, which converts a compiler's cycle estimates to seconds; None for GPUs."""
+        """Clock of the matrix unit, which converts a compiler's cycle estimates to seconds;
+        None for GPUs."""
 
 
 class Efficiency(Protocol):
@@ -108,8 +116,15 @@ class ChipRates:
 
     Example: an H100 SXM.
 
-        >>> h100 = ChipRates("H100", flops_bf16=989e12, hbm_bandwidth=3.35e12, interconnect=Nodes(450e9, 8),
-        ...                  network_bandwidth=50e9, host_bandwidth=55e9, flops_fp8=1979e12)
+        >>> h100 = ChipRates(
+        ...     "H100",
+        ...     flops_bf16=989e12,
+        ...     hbm_bandwidth=3.35e12,
+        ...     interconnect=Nodes(450e9, 8),
+        ...     network_bandwidth=50e9,
+        ...     host_bandwidth=55e9,
+        ...     flops_fp8=1979e12,
+        ... )
         >>> h100.interconnect.devices_per_node
         8
     """
@@ -129,7 +144,8 @@ class ChipRates:
 
 @dataclasses.dataclass(frozen=True)
 class AchievedFractions:
-    """Fractions of the peak rates that a program achieves; the defaults are the peaks themselves."""
+    """Fractions of the peak rates that a program achieves;
+    the defaults are the peaks themselves."""
 
     matmul: float = 1.0
     grouped_matmul: float = 1.0

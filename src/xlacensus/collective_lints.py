@@ -1,4 +1,5 @@
-"""Check for collectives that a function's source does not contain: the compiler inserted them to reshard a value.
+"""Check for collectives that a function's source does not contain: the compiler inserted them
+to reshard a value.
 
 Written and compiled collectives are matched by source line, mesh axes and bytes.
 """
@@ -14,16 +15,23 @@ from xlacensus.jaxprs import CONSTRAINED, JaxprCollective
 from xlacensus.peak_memory import Argument
 
 MIN_SENT_BYTES = 1024
-"""Bytes sent in one execution of the program below which an inserted collective is not reported: scalars, norms."""
+"""Bytes sent in one execution of the program below which an inserted collective is not
+reported: scalars, norms."""
 _WIDENED = 2
 """XLA:CPU sends bfloat16 as float32: compiled bytes over those that are written."""
 
 _INSERTED_FIXES = {
-    "all-gather": "shard the operands of the operation alike, or gather the value once where it is made",
-    "all-reduce": "the dimension that is summed over is sharded: shard another one, or write the sum (psum)",
-    "reduce-scatter": "the dimension that is summed over is sharded: shard another one, or write psum_scatter",
-    "all-to-all": "the value changes its sharded dimension: constrain it once, to the sharding of its next use",
-    "collective-permute": "shards are shifted or reordered: slice, pad and concatenate along unsharded dimensions",
+    "all-gather": "shard the operands of the operation alike, or gather the value once where it "
+    "is made",
+    "all-reduce": "the dimension that is summed over is sharded: shard another one, or write "
+    "the sum (psum)",
+    "reduce-scatter": "the dimension that is summed over is sharded: shard another one, or write "
+    "psum_scatter",
+    "all-to-all": "the value changes its sharded dimension: constrain it once, to the sharding of "
+    "its next use",
+    "collective-permute": (
+        "shards are shifted or reordered: slice, pad and concatenate along unsharded dimensions"
+    ),
 }
 
 _OTHER_FIX = "shard the operands as the operation needs them, or write the collective"
@@ -40,15 +48,17 @@ def lint_unexpected_collectives(
 ) -> list[Finding]:
     """Reports collectives that the compiler inserted to reshard a value.
 
-    A compiled collective is known if its source line contains one over the same axes with at least its bytes, whatever
-    the compiler made of it, or if the written ones of its kind and axes, moved and combined, account for its bytes. A
-    written gather of 256 KiB does not hide another of 32 MiB. What the layout asks for and leaves to the compiler is
-    known too: sums of gradients over devices that have the same shard of an argument or of one of its layers (data
-    parallelism), gathers of a sharded parameter for a product (FSDP), and sums of products whose result has a sharding
-    constraint (tensor parallelism).
+    A compiled collective is known if its source line contains one over the same axes with at least
+    its bytes, whatever the compiler made of it, or if the written ones of its kind and axes, moved
+    and combined, account for its bytes. A written gather of 256 KiB does not hide another of 32
+    MiB. What the layout asks for and leaves to the compiler is known too: sums of gradients over
+    devices that have the same shard of an argument or of one of its layers (data parallelism),
+    gathers of a sharded parameter for a product (FSDP), and sums of products whose result has a
+    sharding constraint (tensor parallelism).
 
-    min_sent: bytes that a device sends in one execution below which nothing is reported.  results: shapes of the
-    function's results; an argument with one of them is taken for a parameter, which is returned updated or derived.
+    min_sent: bytes that a device sends in one execution below which nothing is reported.
+    results: shapes of the function's results; an argument with one of them is taken for a
+    parameter, which is returned updated or derived.
     """
     expected = _Expected(written, arguments, results)
     unexplained = [entry for entry in entries if not expected.explains(entry)]
@@ -90,7 +100,8 @@ class _Expected:
         return _is_made_of(entry, self._written)
 
     def _sums_gradient(self, entry: LedgerEntry) -> bool:
-        """Whether a sum of the backward pass is of arrays with the sizes of arguments, or of a product."""
+        """Whether a sum of the backward pass is of arrays with the sizes of arguments,
+        or of a product."""
         if all(_sizes(_dims(operand)) in self._shard_sizes for operand in entry.operands):
             return True
         return bool(self._constrained_lines) and _PRODUCT.search(entry.op_name) is not None
@@ -109,8 +120,8 @@ def _inserted(group: Sequence[LedgerEntry]) -> Finding:
     return Finding(
         "unexpected",
         subject,
-        f"not in the function: the compiler inserted it, {count} x, {payload} bytes in all, to reshard a value "
-        f"for {operation}",
+        f"not in the function: the compiler inserted it, {count} x, {payload} bytes in all, to "
+        f"reshard a value for {operation}",
         _INSERTED_FIXES.get(first.kind, _OTHER_FIX),
         int(sent),
         first.line,
@@ -122,9 +133,9 @@ def _unmatched(
 ) -> list[LedgerEntry]:
     """Returns the entries that no written collective accounts for, smallest first.
 
-    Each written collective has a budget of bytes: its own, twice, since XLA:CPU sends bfloat16 as float32. Entries on
-    the line of a written one over their axes take theirs from it; others, smallest first, from what remains of their
-    kind and axes.
+    Each written collective has a budget of bytes: its own, twice, since XLA:CPU sends bfloat16 as
+    float32. Entries on the line of a written one over their axes take theirs from it; others,
+    smallest first, from what remains of their kind and axes.
     """
     budget: defaultdict[_Key, float] = defaultdict(float)
     sending = [collective for collective in written if collective.kind != CONSTRAINED]
@@ -153,7 +164,8 @@ def _unmatched(
 
 
 def _is_on_line(entry: LedgerEntry, collective: JaxprCollective) -> bool:
-    """Whether a written collective is on an entry's source line, and over its mesh axes where these are known."""
+    """Whether a written collective is on an entry's source line,
+    and over its mesh axes where these are known."""
     if entry.line not in collective.lines:
         return False
     if entry.axes is None or collective.kind == "reshard":
@@ -168,8 +180,9 @@ def _key_of(entry: LedgerEntry) -> _Key:
 def _is_made_of(entry: LedgerEntry, written: Sequence[JaxprCollective]) -> bool:
     """Whether the compiler made an entry of a written collective, which it takes apart.
 
-    Those that reshard a value have the name of the operation that needs it. Parts of another collective have none:
-    groups of a factor of its axis, or shifts of the rows by which its tiles and the shards differ (1,222 of 2,374).
+    Those that reshard a value have the name of the operation that needs it. Parts of another
+    collective have none: groups of a factor of its axis, or shifts of the rows by which its tiles
+    and the shards differ (1,222 of 2,374).
     """
     if entry.op_name or entry.line:
         return False
@@ -203,7 +216,8 @@ _READ = re.compile(
 def _gathers_parameter(
     entry: LedgerEntry, arguments: Sequence[Argument], results: Collection[tuple[int, ...]]
 ) -> bool:
-    """Whether an entry gathers the shards of a parameter for a product, beside another argument that is sharded too.
+    """Whether an entry gathers the shards of a parameter
+    for a product, beside another argument that is sharded too.
 
     Where nothing else is sharded, no device has work of its own: the gather is no FSDP.
     """
@@ -237,5 +251,6 @@ def _dims(operand: str) -> list[int]:
 
 
 def _sizes(dims: Iterable[int]) -> _Sizes:
-    """Returns the dimensions of an array without their order, which a transposed gradient changes."""
+    """Returns the dimensions of an array without their order,
+    which a transposed gradient changes."""
     return tuple(sorted(n for n in dims if n > 1))

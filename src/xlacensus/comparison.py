@@ -35,7 +35,8 @@ PREDICTED = "predicted seconds"
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Compares every quantity of two censuses (`Census.to_json()`); those that are zero in both are left out."""
+    """Compares every quantity of two censuses (`Census.to_json()`);
+    those that are zero in both are left out."""
     changes = []
     for (part, a), b in zip(quantities(before).items(), quantities(after).values(), strict=True):
         for key in dict.fromkeys([*a, *b]) if part != PREDICTED or (a and b) else ():

@@ -1,4 +1,5 @@
-"""Compilation of a function: what the compiler reports about it, and the paths and shardings of its arguments."""
+"""Compilation of a function: what the compiler reports about it,
+and the paths and shardings of its arguments."""
 
 import contextlib
 import dataclasses
@@ -45,14 +46,16 @@ class CompiledProgram:
     """Time of lowering and compilation."""
 
     def shardings(self, which: str) -> list[Any]:
-        """Lists the compiled `input_shardings` or `output_shardings`; empty where JAX cannot arrange them (`Ref`)."""
+        """Lists the compiled `input_shardings` or `output_shardings`;
+        empty where JAX cannot arrange them (`Ref`)."""
         try:
             return jax.tree.leaves(getattr(self.executable, which))
         except ValueError:
             return []
 
     def results(self, which: str) -> dict[str, Any]:
-        """Returns `output_shardings` or `out_info` by path; empty where it has more than the function (`Ref`)."""
+        """Returns `output_shardings` or `out_info` by path;
+        empty where it has more than the function (`Ref`)."""
         try:
             leaves = jax.tree_util.tree_flatten_with_path(getattr(self.executable, which))[0]
         except ValueError:
@@ -60,7 +63,8 @@ class CompiledProgram:
         return {plain_path("result" + jax.tree_util.keystr(path)): leaf for path, leaf in leaves}
 
     def mesh(self, arguments: Any) -> dict[str, int]:
-        """Returns the mesh of several devices: of the arguments, the compiled shardings, or the source.
+        """Returns the mesh of several devices: of the arguments, the compiled shardings,
+        or the source.
 
         Empty if none has a NamedSharding or a `shard_map`.
         """
@@ -85,8 +89,8 @@ class CompiledProgram:
         return jax.devices()[0].device_kind
 
 
-# JAX does not compile a program twice, and then the compiler does not repeat its warnings. An option of its own (this
-# one is on by default) gives the census a compilation of its own.
+# JAX does not compile a program twice, and then the compiler does not repeat its warnings. An
+# option of its own (this one is on by default) gives the census a compilation of its own.
 _RECOMPILE = {"xla_detailed_logging": True}
 _warnings_by_program: dict[int, list[str]] = {}
 
@@ -97,7 +101,8 @@ class OutOfMemory(CensusError):
     def __init__(self, required: float, available: float):
         super().__init__(
             "compiling the program for this device",
-            f"the compiler needs {format_bytes(required)} of HBM at the peak; {format_bytes(available)} are available",
+            f"the compiler needs {format_bytes(required)} of HBM at the peak; "
+            f"{format_bytes(available)} are available",
             "use a remat policy that saves less, more microbatches, or more devices",
         )
         self.required, self.available = required, available
@@ -108,7 +113,8 @@ _NO_SPACE = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([
 
 
 def compiler_error(error: Exception) -> CensusError:
-    """Converts an error of XLA: OutOfMemory with its sizes, or CensusError with the beginning of the error."""
+    """Converts an error of XLA: OutOfMemory with its sizes,
+    or CensusError with the beginning of the error."""
     match = _NO_SPACE.search(str(error))
     if match:
         return OutOfMemory(float(match[1]) * _SIZES[match[2]], float(match[3]) * _SIZES[match[4]])
@@ -127,9 +133,10 @@ def compile_function(
 ) -> CompiledProgram:
     """Compiles `function` for `arguments`, which may be abstract. Nothing runs.
 
-    function: jitted or not (`jax.jit`, `nnx.jit`, `equinox.filter_jit`), or what JAX makes of one on the way: a
-    `Traced`, `Lowered` or `Compiled`, without arguments.
-    compiler_options: XLA options by name.  keywords: keyword arguments of the function.
+    function: jitted or not (`jax.jit`, `nnx.jit`, `equinox.filter_jit`), or what JAX makes of one
+    on the way: a `Traced`, `Lowered` or `Compiled`, without arguments.
+    compiler_options: XLA options by name.
+    keywords: keyword arguments of the function.
     branches: how often the branches of conditionals are taken, as far as it is known.
 
     Raises OutOfMemory, or CensusError with the compiler's message.
@@ -168,7 +175,8 @@ def compile_function(
 def _stages_of(
     function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Returns the `Traced` and the `Lowered` of a function, as far as there are any; neither of a `Compiled`.
+    """Returns the `Traced` and the `Lowered` of a function, as far as there are any;
+    neither of a `Compiled`.
 
     nnx.jit and equinox.filter_jit wrap those of the jax.jit that they contain.
     """
@@ -188,7 +196,8 @@ def _stages_of(
 
 
 def _buffer_assignment(executable: Any, stats: Any) -> BufferAssignment | None:
-    """Reads XLA's buffer assignment; None if the backend gives none (TPU), or gives no instruction names."""
+    """Reads XLA's buffer assignment;
+    None if the backend gives none (TPU), or gives no instruction names."""
     data = getattr(stats, "serialized_buffer_assignment_proto", b"")
     if not data:
         return None
@@ -199,7 +208,8 @@ def _buffer_assignment(executable: Any, stats: Any) -> BufferAssignment | None:
 
 @contextlib.contextmanager
 def _capture_warnings() -> Iterator[list[str]]:
-    """Collects the rematerialisation warnings XLA writes to file descriptor 2; other lines are written there after."""
+    """Collects the rematerialisation warnings XLA writes to file descriptor 2;
+    other lines are written there after."""
     warnings: list[str] = []
     sys.stderr.flush()
     with tempfile.TemporaryFile() as captured:
@@ -234,10 +244,12 @@ ARGUMENT_CATEGORIES: dict[str, str] = {
 
 
 def argument_leaves(jaxpr: Any, arguments: Sequence[Any]) -> dict[str, Any]:
-    """Returns the arrays that a closed jaxpr takes, by the paths that the compiled program has for them.
+    """Returns the arrays that a closed jaxpr takes,
+    by the paths that the compiled program has for them.
 
-    Static arguments are not among them, and a Python number is an array of no dimensions. Each is the leaf of
-    `arguments` (positional ones, then a dictionary of keywords), or where these do not say, its abstract value.
+    Static arguments are not among them, and a Python number is an array of no dimensions. Each is
+    the leaf of `arguments` (positional ones, then a dictionary of keywords), or where these do not
+    say, its abstract value.
     """
     names = [plain_path(name) for name in jaxpr.jaxpr.debug_info.arg_names]
     given = [

@@ -1,11 +1,13 @@
-"""Settings of the environment and of a compilation that let a GPU program give other bits in another run."""
+"""Settings of the environment and of a compilation
+that let a GPU program give other bits in another run."""
 
 import os
 from collections.abc import Mapping
 from typing import Any
 
 ORDERED_SUMS = ("Ring", "Tree")
-"""NCCL's algorithms that add in one order; by default it may choose NVLS, in which the switch adds in any."""
+"""NCCL's algorithms that add in one order;
+by default it may choose NVLS, in which the switch adds in any."""
 
 
 def sums_in_order() -> bool:
@@ -14,7 +16,8 @@ def sums_in_order() -> bool:
 
 
 def nondeterminism_of(options: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Returns whether XLA:GPU keeps kernels that add by atomics, and whether it chooses kernels anew by timing them.
+    """Returns whether XLA:GPU keeps kernels that add by atomics,
+    and whether it chooses kernels anew by timing them.
 
     options: of the compilation; those of XLA_FLAGS count too.
     """

@@ -18,7 +18,8 @@ _STATE = ("parameters", "optimizer state")
 _UPDATES = frozenset(
     {"add", "sub", "select_n", "convert_element_type", "sharding_constraint", "copy"}
 )
-"""Primitives through which an update passes its parameter: `w - rate * gradient`, but not a gradient itself."""
+"""Primitives through which an update passes its parameter: `w - rate * gradient`,
+but not a gradient itself."""
 _NOT_DONATED = (
     "it is returned updated and not donated: a step holds it twice",
     "donate it: donate_argnums or donate_argnames={tree!r} of jax.jit",
@@ -32,7 +33,8 @@ _DONATED_IN_VAIN = (
 def lint_donation(
     module: Module, jaxpr: Any, leaves: Mapping[str, Any], arguments: Sequence[Argument]
 ) -> Iterator[Finding]:
-    """Reports arguments that are returned updated and not donated, and state that is donated in vain.
+    """Reports arguments that are returned updated and not donated,
+    and state that is donated in vain.
 
     leaves: arguments by path, in the order of the closed jaxpr's inputs.
     """
@@ -73,7 +75,8 @@ def _numbers(pattern: str, text: str) -> set[int]:
 
 
 def _updated_inputs(jaxpr: Any) -> set[Any]:
-    """Returns the inputs of an open jaxpr of which an output is a sum or difference, through calls."""
+    """Returns the inputs of an open jaxpr of which an output is a sum
+    or difference, through calls."""
     reached = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
     passed_on = set(reached)
     for equation in reversed(jaxpr.eqns):

@@ -13,8 +13,8 @@ class Finding:
     """One thing to change in a program."""
 
     kind: str
-    """layout, replicated, duplicated, rematerialised, unexpected, overlap, padding, precision, donation, experts,
-    kernel, host, or determinism."""
+    """layout, replicated, duplicated, rematerialised, unexpected, overlap, padding, precision,
+    donation, experts, kernel, host, or determinism."""
     subject: str
     """Array or operation that it is about."""
     reason: str

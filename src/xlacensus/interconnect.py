@@ -1,9 +1,10 @@
 """Interconnect model: bandwidth, latency and time of a collective over a group of devices.
 
-A group spans ICI links (a TPU torus), NVLink (a GPU node), or the network between them (DCN for TPU slices, InfiniBand
-or RoCE for GPU nodes). Times are those of bidirectional rings over all links that the group spans (scaling-book,
-sharding.md and gpus.md): an all-gather or reduce-scatter of V bytes over n devices takes V (n-1)/n / W for a bandwidth
-W, an all-reduce twice that, and each hop adds its latency.
+A group spans ICI links (a TPU torus), NVLink (a GPU node), or the network between them (DCN for TPU
+slices, InfiniBand or RoCE for GPU nodes). Times are those of bidirectional rings over all links
+that the group spans (scaling-book, sharding.md and gpus.md): an all-gather or reduce-scatter of V
+bytes over n devices takes V (n-1)/n / W for a bandwidth W, an all-reduce twice that, and each hop
+adds its latency.
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ from typing import Any
 from xlacensus.chips import Chip, Efficiency, Torus
 
 DeviceCoordinates = tuple[int, ...]
-"""Coordinates of a device: its slice or node, its position inside, and its index on the chip where that has several."""
+"""Coordinates of a device: its slice or node, its position inside,
+and its index on the chip where that has several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,20 +34,23 @@ class Route:
     hops: int
     """Hops of one pass around the group."""
     medium: str
-    """Links that the path uses: `ICI x+y`, `ICI x (open)`, `die-to-die`, `NVLink`, `DCN`, or `network`."""
+    """Links that the path uses: `ICI x+y`, `ICI x (open)`, `die-to-die`, `NVLink`, `DCN`,
+    or `network`."""
     neighbour_bandwidth: float
     """Bytes/s from one device to its neighbour."""
     on_torus: bool
     """Whether messages pass through neighbours (ICI) rather than through a switch."""
     links: tuple[str, ...]
-    """Links that transfers along other paths may use at the same time: each direction of a torus' dimension is one."""
+    """Links that transfers along other paths may use at the same time: each direction
+    of a torus' dimension is one."""
     outside: int = 0
     """Devices of the group in other slices or nodes than a device's own."""
 
     def seconds(self, kind: str, payload: float) -> float:
         """Returns the time of one collective in seconds.
 
-        kind: HLO opcode. payload: bytes of the whole array, as `hlo.ledger.LedgerEntry` counts them.
+        kind: HLO opcode. payload: bytes of the whole array,
+        as `hlo.ledger.LedgerEntry` counts them.
         """
         n = self.devices
         if n == 1:
@@ -57,17 +62,21 @@ class Route:
         if kind in ("all-gather", "reduce-scatter"):
             return ring_pass + latency
         if kind in ("all-to-all", "ragged-all-to-all"):
-            if self.on_torus:  # on a ring a block travels a quarter of the way on average; a switch forwards it once
+            if self.on_torus:
+                # On a ring a block travels a quarter of the way on average;
+                # a switch forwards it once.
                 return payload * n / (4 * self.bandwidth) + latency
-            # Each device sends its own rows: those for other nodes over its own link to the network.
+            # Each device sends its own rows: those for other nodes over its own link
+            # to the network.
             crossing = payload * self.outside / n / self.neighbour_bandwidth
             return max(crossing, payload * (n - 1 - self.outside) / n / self.bandwidth) + latency
         return payload / self.neighbour_bandwidth + self.hop_latency
 
 
 _HOP_LATENCY = {"ici": 1e-6, "nvlink": 3e-6, "network": 6e-6}
-"""Seconds per hop. Sources: scaling-book (1 us on a torus); stas00/ml-engineering, eight H200 (all-reduce of 1 MiB:
-46 us for two times seven hops) and four nodes of B200 (16 MiB: 0.5 ms for two times 31)."""
+"""Seconds per hop. Sources: scaling-book (1 us on a torus); stas00/ml-engineering, eight H200
+(all-reduce of 1 MiB: 46 us for two times seven hops) and four nodes of B200 (16 MiB: 0.5 ms for two
+times 31)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +107,8 @@ def span_of_group(chip: Chip, group: Sequence[DeviceCoordinates]) -> GroupSpan:
 
 
 def route(chip: Chip, topology: tuple[int, ...], span: GroupSpan, efficiency: Efficiency) -> Route:
-    """Returns the path between the devices of a group, while all groups of the same mesh axes communicate at once.
+    """Returns the path between the devices of a group,
+    while all groups of the same mesh axes communicate at once.
 
     topology: chips along each dimension of a slice.
     """
@@ -143,7 +153,8 @@ def route(chip: Chip, topology: tuple[int, ...], span: GroupSpan, efficiency: Ef
 def _ici_route(
     chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupSpan, efficiency: Efficiency
 ) -> Route:
-    # The devices of one chip share its links; a group that holds all of them brings shared bytes in once.
+    # The devices of one chip share its links;
+    # a group that holds all of them brings shared bytes in once.
     link = (
         torus.link_bandwidth * efficiency.links / (1 if span.cores > 1 else chip.devices_per_chip)
     )
@@ -179,7 +190,8 @@ def messages_on_links(
     topology: tuple[int, ...],
     moves: Iterable[tuple[DeviceCoordinates, DeviceCoordinates]],
 ) -> dict[str, int]:
-    """Returns the most messages that a link carries, by dimension and direction of a slice, while all moves are made.
+    """Returns the most messages that a link carries,
+    by dimension and direction of a slice, while all moves are made.
 
     A message goes along one dimension after another, the shorter way around those that are closed.
     """

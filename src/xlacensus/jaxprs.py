@@ -1,4 +1,5 @@
-"""Contents of a function's jaxpr before it is compiled: equations with their lines, matrix products, collectives."""
+"""Contents of a function's jaxpr before it is compiled: equations
+with their lines, matrix products, collectives."""
 
 import dataclasses
 import math
@@ -16,7 +17,8 @@ _JAX = str(Path(jax.__file__).parent)
 
 
 def nested_jaxprs(equation: Any) -> Iterator[tuple[Any, int]]:
-    """Yields the open jaxprs inside an equation, each with its executions: the length of a scan, otherwise 1."""
+    """Yields the open jaxprs inside an equation, each with its executions: the length
+    of a scan, otherwise 1."""
     times = equation.params["length"] if equation.primitive.name == "scan" else 1
     for value in equation.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
@@ -26,7 +28,8 @@ def nested_jaxprs(equation: Any) -> Iterator[tuple[Any, int]]:
 
 
 def all_jaxprs(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yields an open jaxpr and all those inside it, each with its executions; loops other than scans count once."""
+    """Yields an open jaxpr and all those inside it, each with its executions;
+    loops other than scans count once."""
     yield jaxpr, times
     for equation in jaxpr.eqns:
         for inner, n in nested_jaxprs(equation):
@@ -34,7 +37,8 @@ def all_jaxprs(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 Origin = tuple[str, tuple[int, ...]]
-"""Array that a value is, in the same or another form, and the array's dimension of each dimension of the value."""
+"""Array that a value is, in the same or another form,
+and the array's dimension of each dimension of the value."""
 _VIEWS = (
     "convert_element_type",
     "copy",
@@ -132,8 +136,8 @@ _UNKNOWN_PRODUCTS = frozenset(
 def products_needed(jaxpr: Any) -> float | None:
     """Sums the FLOPs of the products of an open jaxpr on all devices; None if they are not known.
 
-    They are not known of a function with products in loops of unknown length, or with `shard_map`, whose shapes are
-    those of one device. Of a conditional the branch with the most counts.
+    They are not known of a function with products in loops of unknown length, or with `shard_map`,
+    whose shapes are those of one device. Of a conditional the branch with the most counts.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -167,10 +171,12 @@ _KIND_OF_PRIMITIVE = {
     primitive: kind for kind, primitives in _PRIMITIVES.items() for primitive in primitives
 }
 CONSTRAINED = "constrained"
-"""Kind of a product or sum whose result has a sharding constraint: partial results are summed where it stands."""
+"""Kind of a product or sum whose result has a sharding constraint: partial results are summed
+where it stands."""
 _SUMS = ("dot_general", "reduce_sum", "reduce_max", "conv_general_dilated")
 _MAX_STEPS = 6
-"""Operations between a product and the constraint on its result: a bias, an activation function, a residual."""
+"""Operations between a product and the constraint on its result: a bias, an activation function,
+a residual."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,9 +184,11 @@ class JaxprCollective:
     """Collectives of one kind over one set of mesh axes, written at one place."""
 
     kind: str
-    """HLO name of the collective; `reshard` for `jax.sharding.reshard`, which may become any; CONSTRAINED."""
+    """HLO name of the collective;
+    `reshard` for `jax.sharding.reshard`, which may become any; CONSTRAINED."""
     axes: tuple[str, ...]
-    """Mesh axes with more than one device, in the mesh's order, or part of one; all of them for a reshard."""
+    """Mesh axes with more than one device, in the mesh's order, or part of one;
+    all of them for a reshard."""
     count: int
     """Executions; the lengths of scans are multiplied."""
     payload: int
@@ -207,7 +215,8 @@ def read_jaxpr_collectives(jaxpr: Any, mesh: dict[str, int]) -> list[JaxprCollec
 
 
 def _collectives_of(jaxpr: Any, mesh: dict[str, int]) -> Iterator[JaxprCollective]:
-    """Yields each collective of an open jaxpr, executed once, without those of the jaxprs inside."""
+    """Yields each collective of an open jaxpr, executed once,
+    without those of the jaxprs inside."""
     everywhere = tuple(axis for axis in mesh if mesh[axis] > 1)
     constrained = _constrained_lines(jaxpr)
     if constrained:
@@ -250,7 +259,8 @@ def _operand_bytes(equation: Any, kind: str) -> int:
 
 
 def _constrained_lines(jaxpr: Any) -> frozenset[str]:
-    """Returns the lines of products and sums of an open jaxpr whose results have a sharding constraint."""
+    """Returns the lines of products and sums of an open jaxpr
+    whose results have a sharding constraint."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     constraints = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
     pending = [(variable, 0) for equation in constraints for variable in equation.invars]

@@ -1,4 +1,5 @@
-"""Checks of a compiled program's layouts: arrays that are replicated, padded, or not sharded as declared."""
+"""Checks of a compiled program's layouts: arrays that are replicated, padded,
+or not sharded as declared."""
 
 import math
 import re
@@ -24,7 +25,8 @@ def _format_spec(spec: PartitionSpec | None) -> str:
 
 
 def _dim_axes(spec: PartitionSpec | None, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each dimension, those of degree 1 and trailing unsharded dimensions left out."""
+    """Returns the mesh axes of each dimension, those of degree 1
+    and trailing unsharded dimensions left out."""
     dims = [() if p is None else p if isinstance(p, tuple) else (p,) for p in spec or ()]
     kept = [tuple(axis for axis in axes if mesh.get(axis, 1) > 1) for axes in dims]
     while kept and not kept[-1]:
@@ -42,11 +44,12 @@ def lint_layouts(
     declared: Mapping[str, PartitionSpec],
     mesh: Mapping[str, int],
 ) -> Iterator[Finding]:
-    """Reports arguments and results not sharded as declared, and large undeclared ones that are replicated.
+    """Reports arguments and results not sharded as declared,
+    and large undeclared ones that are replicated.
 
-    leaves: arguments by path, in the program's order.  declared: sharding by path; the sharding of an argument that is
-    given with one is declared as well.
-    Raises CensusError if a declared path is neither an argument nor a result.
+    leaves: arguments by path, in the program's order.
+    declared: sharding by path; the sharding of an argument that is given with one is declared as
+    well. Raises CensusError if a declared path is neither an argument nor a result.
     """
     results = program.results("output_shardings")
     result_shapes = program.results("out_info")
@@ -117,7 +120,8 @@ def _replicated_results(
     result_shapes: Mapping[str, Any],
     shardings: Mapping[str, Any],
 ) -> dict[str, PartitionSpec]:
-    """Returns P() for each replicated result that has shape and type of an argument which is passed replicated.
+    """Returns P() for each replicated result that has shape and type of an argument
+    which is passed replicated.
 
     Such a result, an updated parameter for one, is meant to be replicated as the argument is.
     """
@@ -142,7 +146,8 @@ def padded_dims(
     mesh: Mapping[str, int],
     line: str,
 ) -> Iterator[Finding]:
-    """Yields the dimensions that the mesh does not divide and of which a large fraction is padding."""
+    """Yields the dimensions that the mesh does not divide and of
+    which a large fraction is padding."""
     for dim, axes in enumerate(_dim_axes(spec, mesh)):
         n, degree = shape[dim], math.prod(mesh[axis] for axis in axes)
         local = -(-n // degree)
@@ -159,8 +164,8 @@ def padded_dims(
             )
 
 
-# The last two dimensions of an array in TPU memory are tiled by 8 x 128 words of 32 bits; narrower types pack more rows
-# into a tile (OpenXLA, "Tiled layout").
+# The last two dimensions of an array in TPU memory are tiled by 8 x 128 words of 32 bits; narrower
+# types pack more rows into a tile (OpenXLA, "Tiled layout").
 _LANES, _SUBLANES = 128, 8
 
 
@@ -181,13 +186,15 @@ def lint_tiles(arguments: Sequence[Argument]) -> Iterator[Finding]:
                 f"local shards of {rows} x {cols} in tiles of {sublanes} x {_LANES} are padded to "
                 f"{padded_rows} x {padded_cols}, {padding:.0%} padding",
                 f"{'last' if last else 'second-last'} dimension on each device of "
-                f"{_LANES if last else sublanes} or a multiple: a lower degree of the axis that divides it",
+                f"{_LANES if last else sublanes} or a multiple: a lower degree of the axis that "
+                "divides it",
                 int(a.bytes * padding),
             )
 
 
 def lint_whole_state(arguments: Sequence[Argument]) -> Iterator[Finding]:
-    """Reports optimizer state that is less split than the parameter it belongs to, and batches that are not split.
+    """Reports optimizer state that is less split than the parameter it belongs to,
+    and batches that are not split.
 
     State belongs to the parameter of its shape.
     """
@@ -203,9 +210,10 @@ def lint_whole_state(arguments: Sequence[Argument]) -> Iterator[Finding]:
                 yield Finding(
                     "replicated",
                     argument.path,
-                    f"{list(argument.local_shape)} on a device, where the parameter {owner.path} has "
-                    f"{list(owner.local_shape)}",
-                    "give it the sharding of its parameter: initialise it from the sharded ones under jax.jit",
+                    f"{list(argument.local_shape)} on a device, where the parameter {owner.path} "
+                    f"has {list(owner.local_shape)}",
+                    "give it the sharding of its parameter: initialise it from the sharded ones "
+                    "under jax.jit",
                     excess,
                 )
         whole_batch = (
@@ -224,12 +232,14 @@ def lint_whole_state(arguments: Sequence[Argument]) -> Iterator[Finding]:
 
 
 _REMATERIALISATION = re.compile(
-    r"from sharding \{(.*?)\} to \{(.*?)\}(?: efficiently| without)?.*? for HLO operation %?(\S+) = (\S+)"
+    r"from sharding \{(.*?)\} to \{(.*?)\}(?: efficiently| without)?.*?"
+    r" for HLO operation %?(\S+) = (\S+)"
 )
 
 
 def lint_rematerialisation(module: Module, warnings: Sequence[str]) -> Iterator[Finding]:
-    """Reports the partitioner's "involuntary full rematerialization" warnings with source line and bytes."""
+    """Reports the partitioner's "involuntary full rematerialization" warnings
+    with source line and bytes."""
     for text in dict.fromkeys(warnings):
         match = _REMATERIALISATION.search(text)
         if not match:
@@ -244,9 +254,10 @@ def lint_rematerialisation(module: Module, warnings: Sequence[str]) -> Iterator[
         yield Finding(
             "rematerialised",
             f"{match[3]}, {local} on each of {shards}",
-            f"from {{{match[1]}}} to {{{match[2]}}} the partitioner can only gather the whole array: "
-            f"{size} bytes on every device",
-            "constrain the value once, to one of the two shardings, or go through one that differs in one axis",
+            f"from {{{match[1]}}} to {{{match[2]}}} the partitioner can only gather the whole "
+            f"array: {size} bytes on every device",
+            "constrain the value once, to one of the two shardings, or go through one that differs "
+            "in one axis",
             size,
             stack[0].location if stack else "",
         )

@@ -1,7 +1,7 @@
 """Checks of a compiled program: what wastes memory, bytes or time, and what to change.
 
-Each check yields findings of what it reads of a program; `census.census` runs those of every program.
-A finding without a line is given that of the function's definition.
+Each check yields findings of what it reads of a program; `census.census` runs those of every
+program. A finding without a line is given that of the function's definition.
 """
 
 import math
@@ -32,8 +32,8 @@ def lint_host(module: Module) -> Iterator[Finding]:
         yield Finding(
             "host",
             instruction.op_name.rpartition("/")[2] or instruction.opcode,
-            f"{instruction.target or instruction.opcode} runs on the host {context.count} x in a step; the device "
-            "waits",
+            f"{instruction.target or instruction.opcode} runs on the host {context.count} x in a "
+            "step; the device waits",
             "take the callback out of the step, and read its value from the results",
             size * context.count,
             instruction.line,
@@ -45,19 +45,25 @@ _TUNED = re.compile(
 )
 """Matmuls and convolutions whose kernels XLA:GPU chooses by timing them."""
 _EXACT = ("add", "multiply", "minimum", "maximum", "and", "or", "xor")
-"""Combiners that give integers the same result in any order; of floats, `minimum` and `maximum` do."""
+"""Combiners that give integers the same result in any order;
+of floats, `minimum` and `maximum` do."""
 _MAY_DIFFER = {
     "scatter": "its updates may meet, and they are applied in another order in every run",
     "kernel": "it adds by atomics, in another order in every run",
-    "autotuned": "its kernel is chosen by timing, anew in every process: another one adds in another order",
-    "sum": "NCCL chooses the algorithm of the sum, and some add in another order in every run (NCCL_ALGO)",
+    "autotuned": "its kernel is chosen by timing, anew in every process: another one adds in "
+    "another order",
+    "sum": (
+        "NCCL chooses the algorithm of the sum, and some add in another order in every run "
+        "(NCCL_ALGO)"
+    ),
 }
 
 
 def lint_determinism(
     module: Module, ledger: Sequence[LedgerEntry], options: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    """Reports the instructions of a program for GPUs whose results may differ between two runs, by cause and line.
+    """Reports the instructions of a program for GPUs whose results may differ between two runs,
+    by cause and line.
 
     options: of the compilation.
     """
@@ -80,7 +86,8 @@ def lint_determinism(
             "determinism",
             f"{cause}: {', '.join(names)}",
             _MAY_DIFFER[cause],
-            "unique_indices=True where indices differ, XLA_FLAGS=--xla_gpu_deterministic_ops=true, and NCCL_ALGO=Ring",
+            "unique_indices=True where indices differ, XLA_FLAGS=--xla_gpu_deterministic_ops=true, "
+            "and NCCL_ALGO=Ring",
             0,
             line,
         )
@@ -102,7 +109,8 @@ def _cause_of_difference(instruction: Instruction, uses_atomics: bool, is_tuned:
 
 
 def _depends_on_order(instruction: Instruction) -> bool:
-    """Whether an instruction that combines values by a computation gives another result in another order."""
+    """Whether an instruction that combines values by a computation gives another result
+    in another order."""
     computations = instruction.computation.module.computations
     combiner = computations.get(instruction.attributes.get("to_apply", "").lstrip("%"))
     if combiner is None:

@@ -1,14 +1,15 @@
-"""Check for missed overlap: exposed collectives, although the program has independent work that takes as long.
+"""Check for missed overlap: exposed collectives, although the program has independent work
+that takes as long.
 
-A collective is exposed while the device does nothing but wait for it. Work that neither makes its operands nor needs its
-result could run in that time. In a loop there are three places for it:
+A collective is exposed while the device does nothing but wait for it. Work that neither makes its
+operands nor needs its result could run in that time. In a loop there are three places for it:
 
     time ------------------------------------------------------------>
-    beside    | makes operands | collective | needs result |             the same iteration
+    beside    | makes operands | collective | needs result |              the same iteration
                                | free work  |
-    ahead     | iteration i - 1             | iteration i  |             the collective of i moves into i - 1
+    ahead     | iteration i - 1             | iteration i  |   the collective of i moves into i - 1
               | free work   | collective    | needs result |
-    behind    | iteration i    | iteration i + 1           |             the collective of i moves into i + 1
+    behind    | iteration i    | iteration i + 1           |   the collective of i moves into i + 1
               | makes operands | collective | needs result |
                                | free work  |
 """
@@ -33,7 +34,8 @@ _SMALL = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """Where the work runs that could overlap with a collective, and how to move the collective there."""
+    """Where the work runs that could overlap with a collective,
+    and how to move the collective there."""
 
     place: str
     fix: str
@@ -41,13 +43,15 @@ class _Placement:
 
 _BESIDE = _Placement(
     "beside it",
-    "start it before that work and use its result after it; where the compiler orders them otherwise, an "
-    "option that makes it asynchronous (v5e: none for sums; v5p, v6e: "
-    "xla_tpu_enable_sparse_core_collective_offload_*; GPU: xla_gpu_enable_latency_hiding_scheduler)",
+    "start it before that work and use its result after it; where the compiler orders them "
+    "otherwise, an option that makes it asynchronous (v5e: none for sums; v5p, v6e: "
+    "xla_tpu_enable_sparse_core_collective_offload_*; GPU: "
+    "xla_gpu_enable_latency_hiding_scheduler)",
 )
 _AHEAD = _Placement(
     "in the iteration before",
-    "gather ahead: carry the value of the next iteration through the loop, or unroll two iterations",
+    "gather ahead: carry the value of the next iteration through the loop, or unroll two "
+    "iterations",
 )
 _BEHIND = _Placement(
     "in the iteration after",
@@ -74,11 +78,13 @@ class _MissedOverlap:
 def lint_missed_overlap(
     module: Module, schedule: SimulatedSchedule, ledger: Sequence[LedgerEntry], min_sent: int = 0
 ) -> Iterator[Finding]:
-    """Reports exposed collectives for which the program has independent computation of at least the exposed time.
+    """Reports exposed collectives for which the program has independent computation of
+    at least the exposed time.
 
-    Work that overlaps with a collective already, or is counted for another finding, is not counted again. Collectives
-    that send fewer than `min_sent` bytes in one execution of the program, or whose exposed time is below 1 % of the
-    step, are left out. Collectives of one kind, mesh axes, source line and placement are one finding.
+    Work that overlaps with a collective already, or is counted for another finding, is not counted
+    again. Collectives that send fewer than `min_sent` bytes in one execution of the program, or
+    whose exposed time is below 1 % of the step, are left out. Collectives of one kind, mesh axes,
+    source line and placement are one finding.
     """
     groups = defaultdict[tuple[str, str, str, _Placement], list[_MissedOverlap]](list)
     for missed in _missed_overlaps(module, schedule, ledger, min_sent):
@@ -91,7 +97,8 @@ def lint_missed_overlap(
 
 
 def _finding_of(group: Sequence[_MissedOverlap], seconds: float, step_seconds: float) -> Finding:
-    """Describes collectives of one kind, axes, line and placement. seconds: for which they are exposed in a step."""
+    """Describes collectives of one kind, axes, line and placement.
+    seconds: for which they are exposed in a step."""
     first = group[0]
     entry = first.entry
     operand = entry.operands[0] if entry.operands else first.collective.instruction
@@ -103,8 +110,9 @@ def _finding_of(group: Sequence[_MissedOverlap], seconds: float, step_seconds: f
         work += f" and {len(first.work) - 2} more"
     executions = sum(missed.collective.count for missed in group)
     reason = (
-        f"the device waits {format_step(seconds)} ({executions} x, {seconds / step_seconds:.0%} of the simulated step) "
-        f"while {work}, which does not depend on it, could run {first.placement.place}"
+        f"the device waits {format_step(seconds)} ({executions} x, {seconds / step_seconds:.0%} of "
+        f"the simulated step) while {work}, which does not depend on it, could run "
+        f"{first.placement.place}"
     )
     sent = int(sum(missed.entry.sent for missed in group))
     return Finding("overlap", subject, reason, first.placement.fix, sent, entry.line)
@@ -113,7 +121,8 @@ def _finding_of(group: Sequence[_MissedOverlap], seconds: float, step_seconds: f
 def _missed_overlaps(
     module: Module, schedule: SimulatedSchedule, ledger: Sequence[LedgerEntry], min_sent: int
 ) -> Iterator[_MissedOverlap]:
-    """Yields the exposed collectives that independent work could overlap with, the longest exposed first."""
+    """Yields the exposed collectives that independent work could overlap with, the longest
+    exposed first."""
     spans = {span.instruction: span for span in schedule.spans}
     entries = {entry.instruction: entry for entry in ledger}
     collectives = [i for i in module if i.name in spans and spans[i.name].kind == "collective"]
@@ -139,7 +148,8 @@ def _missed_overlaps(
 def _independent_work(
     start: Instruction, spans: Mapping[str, Span], claimed: Collection[str]
 ) -> tuple[_Placement, list[str]] | None:
-    """Returns work that takes as long as a collective is exposed, longest first, and where; None if there is too little.
+    """Returns work that takes as long as a collective is exposed, longest first, and where;
+    None if there is too little.
 
     claimed: names of instructions that overlap with another collective.
     """
@@ -175,7 +185,8 @@ def _independent_work(
 def _longest(
     seconds: Mapping[Instruction, float], excluded: Collection[Instruction], needed: float
 ) -> list[str]:
-    """Returns the fewest instructions that take at least `needed` seconds together; none if all take less."""
+    """Returns the fewest instructions that take at least `needed` seconds together;
+    none if all take less."""
     candidates = [instruction for instruction in seconds if instruction not in excluded]
     candidates.sort(key=lambda instruction: -seconds[instruction])
     names: list[str] = []
@@ -199,7 +210,8 @@ def _users(instruction: Instruction) -> Iterable[Instruction]:
 def _reachable(
     ends: Iterable[Instruction], neighbours: Callable[[Instruction], Iterable[Instruction]]
 ) -> set[Instruction]:
-    """Returns `ends` and the instructions that are reached from them by `neighbours`: by operands, or by users."""
+    """Returns `ends` and the instructions that are reached from them by `neighbours`:
+    by operands, or by users."""
     reached: set[Instruction] = set()
     pending = list(ends)
     while pending:
@@ -213,7 +225,8 @@ def _reachable(
 def _dependent_in_next_iteration(
     body: Computation, needs_result: Collection[Instruction]
 ) -> set[Instruction]:
-    """Returns the instructions of a loop's body that need a collective's result of the iteration before."""
+    """Returns the instructions of a loop's body that need a collective's result
+    of the iteration before."""
     if body.root.opcode != "tuple":
         return set()
     carried = {index for index, made in enumerate(body.root.operands) if made in needs_result}
@@ -222,7 +235,8 @@ def _dependent_in_next_iteration(
 
 
 def _carried_element(instruction: Instruction) -> int | None:
-    """Returns which element of a loop's state an instruction reads from the body's parameter; None for all others."""
+    """Returns which element of a loop's state an instruction reads from the body's parameter;
+    None for all others."""
     if instruction.opcode != "get-tuple-element":
         return None
     source = instruction.operand()
@@ -232,9 +246,11 @@ def _carried_element(instruction: Instruction) -> int | None:
 
 
 def _is_ready_early(body: Computation, makes_operands: Iterable[Instruction]) -> bool:
-    """Whether what a collective in a loop's body needs is known an iteration ahead: the counter, and what never changes.
+    """Whether what a collective in a loop's body needs is known an iteration ahead: the
+    counter, and what never changes.
 
-    The layers' weights, of which it takes a slice, are such a value; what the iteration before has computed is not.
+    The layers' weights, of which it takes a slice, are such a value;
+    what the iteration before has computed is not.
     """
     if body.root.opcode != "tuple":
         return False
@@ -250,7 +266,8 @@ def _is_ready_early(body: Computation, makes_operands: Iterable[Instruction]) ->
 
 
 def _uncopied(value: Instruction | None) -> Instruction | None:
-    """Returns what an instruction copies, through copies of copies; the instruction itself if it is no copy."""
+    """Returns what an instruction copies, through copies of copies;
+    the instruction itself if it is no copy."""
     while (
         value is not None and value.opcode in ("copy", "bitcast", "opt-barrier") and value.operands
     ):

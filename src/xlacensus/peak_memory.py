@@ -45,7 +45,8 @@ class CompiledMemory:
     temporary: int
     code: int
     reported_live: int | None = None
-    """Peak of live bytes that the compiler reports; the heap that holds them is larger by its gaps."""
+    """Peak of live bytes that the compiler reports;
+    the heap that holds them is larger by its gaps."""
     host: int = 0
     """Temporaries in the host's memory."""
 
@@ -75,7 +76,8 @@ class CompiledMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes that the program allocates: arguments, results that do not overwrite arguments, temporaries."""
+        """Bytes that the program allocates: arguments, results
+        that do not overwrite arguments, temporaries."""
         return self.arguments + self.added
 
     @property
@@ -159,10 +161,11 @@ def read_memory(
 ) -> Memory:
     """Assigns every byte of the program's peak to a category and a module.
 
-    Arguments have the category that they come with. Temporaries live at the peak are sorted by the operation that
-    defines them: values of the forward pass that outlive it are saved activations, gathered parameters are weights in
-    use, values of the backward pass with as many elements as a parameter are gradients. Bytes that the compiler
-    allocates beyond the live buffers are "packing": gaps, and on TPU the padding of tiles.
+    Arguments have the category that they come with. Temporaries live at the peak are sorted by the
+    operation that defines them: values of the forward pass that outlive it are saved activations,
+    gathered parameters are weights in use, values of the backward pass with as many elements as a
+    parameter are gradients. Bytes that the compiler allocates beyond the live buffers are
+    "packing": gaps, and on TPU the padding of tiles.
     """
     sums: Counter[tuple[str, str]] = Counter()
     for argument in arguments:
@@ -175,7 +178,8 @@ def read_memory(
     peak = peak_of(buffers)
     classifier = _Classifier(module, buffers, arguments)
     largest: Counter[tuple[str, str, str]] = Counter()
-    # Without a buffer assignment the sizes are estimates: they are scaled to what the compiler allocates.
+    # Without a buffer assignment the sizes are estimates: they are scaled
+    # to what the compiler allocates.
     scale = min(1.0, compiled.temporary / peak.live_bytes) if peak.live_bytes else 1.0
     for buffer, size in peak.parts:
         category, part = classifier.classify(buffer)
@@ -243,7 +247,8 @@ def _peak_buffer(buffer: Buffer, size: int, classifier: "_Classifier", scale: fl
 
 
 GRADIENTS = "gradients"
-"""Usual named scope in which gradients are reduced: its values are gradients, and it is not a module."""
+"""Usual named scope in which gradients are reduced: its values are gradients,
+and it is not a module."""
 _REDUCTIONS = ("all-reduce", "reduce-scatter", "all-reduce-start", "reduce-scatter-start")
 
 
@@ -259,7 +264,8 @@ def _sizes_of(parameters: Sequence[Argument]) -> set[int]:
 
 
 class _Classifier:
-    """Category and module of temporaries, from the names of their operations and the shapes of the parameters."""
+    """Category and module of temporaries, from the names of their operations and the shapes
+    of the parameters."""
 
     def __init__(self, module: Module, buffers: Sequence[Buffer], arguments: Sequence[Argument]):
         self._module = module
@@ -283,7 +289,8 @@ class _Classifier:
         return min(starts, default=None)
 
     def _needs_backward(self, op_name: str) -> bool:
-        """Whether an operation can run only once the backward pass has begun; zeros of sums come earlier."""
+        """Whether an operation can run only once the backward pass has begun;
+        zeros of sums come earlier."""
         early = op_name.endswith(("broadcast_in_dim", "/while", "iota"))
         return phase_of(op_name, self._module.branches) in ("backward", "recomputed") and not early
 
@@ -324,7 +331,8 @@ class _Classifier:
         return self._argument_category.get(plain_path(source.op_name), "arguments")
 
     def _module_of(self, scopes: Sequence[str]) -> str:
-        """Returns the first scope that is not a parameter's, or else the first parameter's module."""
+        """Returns the first scope that is not a parameter's,
+        or else the first parameter's module."""
         for scope in scopes:
             if scope and scope not in self._module_of_scope:
                 return scope

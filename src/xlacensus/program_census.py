@@ -1,7 +1,8 @@
-"""Census of a compiled program: memory, collectives, FLOPs and findings, read from the program; step time, simulated.
+"""Census of a compiled program: memory, collectives, FLOPs and findings, read
+from the program; step time, simulated.
 
-That a program compiles, what it stores and what it sends is proved by the compiler. Its step time is predicted by a
-simulated schedule.
+That a program compiles, what it stores and what it sends is proved by the compiler. Its step time
+is predicted by a simulated schedule.
 """
 
 import contextlib
@@ -62,12 +63,14 @@ PROVENANCE: dict[str, tuple[str, ...]] = {
     "model": ("flops.model",),
     "simulated": ("simulated_schedule",),
 }
-"""Origin of the parts of a census document: proved by the compiler, computed from the model, or predicted."""
+"""Origin of the parts of a census document: proved by the compiler, computed
+from the model, or predicted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlopsBand:
-    """Matrix-product FLOPs that a compiled step of one device may have, from the model's formulas."""
+    """Matrix-product FLOPs that a compiled step of one device may have,
+    from the model's formulas."""
 
     least: float
     """A step with fewer misses part of the model."""
@@ -90,13 +93,15 @@ class ProgramFacts:
     flops_band: FlopsBand | None = None
     """FLOPs that the compiled program may have; None checks none."""
     branches: Branches = dataclasses.field(default_factory=dict)
-    """How often the branches of conditionals are taken, by named scope; others count as always taken."""
+    """How often the branches of conditionals are taken, by named scope;
+    others count as always taken."""
     ticks: Ticks = dataclasses.field(default_factory=dict)
     """Ticks of a pipeline schedule by the branches that run in them on some stage."""
     library_files: tuple[str, ...] = ()
     """Ends of file names that are skipped when a collective's source line is chosen."""
     min_sent: int = MIN_SENT_BYTES
-    """Bytes that a device sends in one execution below which a collective that the compiler inserted is no finding."""
+    """Bytes that a device sends in one execution below which a collective that the compiler
+    inserted is no finding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +113,13 @@ class Flops:
     matmuls: tuple[CompiledMatmul, ...]
     """Matrix products in the compiled program, recomputation included."""
     cost_analysis: float | None
-    """All operations by the compiler's cost analysis, which counts a loop's body once on some backends."""
+    """All operations by the compiler's cost analysis,
+    which counts a loop's body once on some backends."""
     bytes_accessed: float | None
     """Bytes read and written by the compiler's cost analysis."""
     unpriced: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Executions of the kernels whose FLOPs are not known, by name: `matmuls` and the predicted time lack them."""
+    """Executions of the kernels whose FLOPs are not known,
+    by name: `matmuls` and the predicted time lack them."""
 
     @property
     def compiled(self) -> float:
@@ -131,11 +138,13 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Census:
-    """Memory, collectives, FLOPs and findings of one device of a compiled program, with a simulated schedule.
+    """Memory, collectives, FLOPs and findings of one device of a compiled program,
+    with a simulated schedule.
 
     Example:
         >>> import jax, jax.numpy as jnp, xlacensus
-        >>> report = xlacensus.census(jax.jit(lambda x, w: jnp.tanh(x @ w)), jnp.ones((8, 16)), jnp.ones((16, 4)))
+        >>> layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+        >>> report = xlacensus.census(layer, jnp.ones((8, 16)), jnp.ones((16, 4)))
         >>> report.flops.compiled, len(report.ledger)
         (1024.0, 0)
     """
@@ -153,11 +162,13 @@ class Census:
     versions: str
     text: str = dataclasses.field(repr=False)
     unread: tuple[str, ...] = ()
-    """Instructions that look like a collective and are not in the ledger; empty if the ledger is complete."""
+    """Instructions that look like a collective and are not in the ledger;
+    empty if the ledger is complete."""
     schedule: SimulatedSchedule | None = None
     """Simulated schedule; None if no target was given."""
     doubts: tuple[str, ...] = ()
-    """Reasons for which the census does not trust its own figures (`doubts_of`); empty where it does."""
+    """Reasons for which the census does not trust its own figures (`doubts_of`);
+    empty where it does."""
 
     def brief(self) -> str:
         """Returns the program, its mesh, memory, FLOPs, collectives and findings."""
@@ -173,7 +184,8 @@ class Census:
         return f"of {self.name} on {axes or 'one device'} of {self.device}: {', '.join(facts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns everything except the program's text; `provenance` tells proved from predicted parts."""
+        """Returns everything except the program's text;
+        `provenance` tells proved from predicted parts."""
         flops = {
             **dataclasses.asdict(self.flops),
             "compiled": self.flops.compiled,
@@ -238,7 +250,10 @@ def _paragraphs(census: Census) -> Iterator[str]:
 def format_finding(finding: Finding) -> str:
     """Formats a finding: what it is about, the reason, and the fix."""
     place = f" ({finding.line})" if finding.line else ""
-    return f"{finding.kind}: {finding.subject}{place}\n  because: {finding.reason}\n  fix:     {finding.fix}"
+    return (
+        f"{finding.kind}: {finding.subject}{place}\n  because: {finding.reason}\n  fix:     "
+        f"{finding.fix}"
+    )
 
 
 def census(
@@ -252,13 +267,17 @@ def census(
     compiler_options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Census:
-    """Compiles `function` for its arguments (arrays, abstract arrays, Python numbers) and reads the compiled program.
+    """Compiles `function` for its arguments (arrays, abstract arrays, Python numbers)
+    and reads the compiled program.
 
-    Nothing runs. function: jitted or not, with static arguments as it declares them; or a `Traced`, `Lowered` or
-    `Compiled` of `jax.stages`, alone.  keywords: keyword arguments of the function.
+    Nothing runs. function: jitted or not, with static arguments as it declares them; or a `Traced`,
+    `Lowered` or `Compiled` of `jax.stages`, alone.
+    keywords: keyword arguments of the function.
 
-    mesh: degree of each axis, outermost first; None takes it from the shardings of arguments, program or source.
-    categories: beginning of an argument's path -> category of its memory, in addition to ARGUMENT_CATEGORIES.
+    mesh: degree of each axis, outermost first;
+    None takes it from the shardings of arguments, program or source.
+    categories: beginning of an argument's path -> category of its memory,
+    in addition to ARGUMENT_CATEGORIES.
     declared: path of an argument or result -> the sharding it must have.
     target: devices on which a schedule is simulated; None simulates none.
     facts: facts that the compiled text does not contain, such as how often branches are taken.
@@ -345,7 +364,8 @@ def _findings(
     compiler_options: Mapping[str, Any],
     min_sent: int,
 ) -> Iterator[Finding]:
-    """Yields what the checks find that apply to a program: by its devices, and by what is known of its source."""
+    """Yields what the checks find that apply to a program: by its devices,
+    and by what is known of its source."""
     program = read.program
     module = program.module
     jaxpr = program.jaxpr
@@ -376,7 +396,8 @@ def _findings(
 
 
 def _with_line(findings: Iterable[Finding], line: str) -> Iterator[Finding]:
-    """Yields findings; those without a line of their own get `line`, that of the function's definition."""
+    """Yields findings; those without a line of their own get `line`, that
+    of the function's definition."""
     for finding in findings:
         yield finding if finding.line else dataclasses.replace(finding, line=line)
 
@@ -396,9 +417,11 @@ def doubts_of(
 ) -> tuple[str, ...]:
     """Returns the reasons for which a census does not trust itself; empty where it does.
 
-    flops: matrix products of the program.  excess: of those, what a finding reports as not needed.  unpriced:
-    executions of kernels whose FLOPs are not known.  band: None where no formula is known.  schedule: None where none
-    was simulated.
+    flops: matrix products of the program.
+    excess: of those, what a finding reports as not needed.
+    unpriced: executions of kernels whose FLOPs are not known.
+    band: None where no formula is known.
+    schedule: None where none was simulated.
     """
     doubts: list[str] = []
     if schedule is not None and schedule.doubt:
@@ -406,13 +429,15 @@ def doubts_of(
     if band is not None and flops < band.least:
         cause = f": kernels without known FLOPs ({', '.join(unpriced)})" if unpriced else ""
         doubts.append(
-            f"the compiled program has {format_count(flops)} FLOPs of matrix products, and the model needs at least "
-            f"{format_count(band.least)}{cause}; FLOPs and predicted time are too low"
+            f"the compiled program has {format_count(flops)} FLOPs of matrix products, and the "
+            f"model needs at least {format_count(band.least)}{cause}; FLOPs and predicted time are "
+            "too low"
         )
     elif band is not None and flops - excess > band.most:
         doubts.append(
-            f"the compiled program has {format_count(flops - excess)} FLOPs of matrix products, and the model explains "
-            f"at most {format_count(band.most)} ({band.most_is}); FLOPs and predicted time may be too high"
+            f"the compiled program has {format_count(flops - excess)} FLOPs of matrix products, "
+            f"and the model explains at most {format_count(band.most)} ({band.most_is}); FLOPs and "
+            "predicted time may be too high"
         )
     return tuple(doubts)
 
@@ -431,7 +456,8 @@ def _versions(device: str) -> str:
 
 
 def memory(function: Any, *args: Any, **options: Any) -> Memory:
-    """Compiles a function and returns the memory of one device at the program's peak, by category and module.
+    """Compiles a function and returns the memory of one device at the program's peak,
+    by category and module.
 
     options: as `census` takes them, and keyword arguments of the function.
 
@@ -446,10 +472,12 @@ def memory(function: Any, *args: Any, **options: Any) -> Memory:
 def simulate(function: Any, *args: Any, target: TargetDevices, **options: Any) -> SimulatedSchedule:
     """Compiles a function and predicts a timeline of its program on other devices. Nothing runs.
 
-    A program for CPUs has no asynchronous collectives: compile for the devices that the time is asked of
-    (`jax.experimental.topologies`), or read the times as those of a program that overlaps nothing.
+    A program for CPUs has no asynchronous collectives: compile for the devices that the time is
+    asked of (`jax.experimental.topologies`), or read the times as those of a program that overlaps
+    nothing.
 
-    target: devices of the mesh, in its order.  options: as `census` takes them, and keyword arguments of the function.
+    target: devices of the mesh, in its order.
+    options: as `census` takes them, and keyword arguments of the function.
 
     Example: a product of 2 x 4096^3 = 137 G FLOPs takes 0.14 ms of a GPU with 989 TFLOP/s.
 
@@ -467,7 +495,8 @@ def simulate(function: Any, *args: Any, target: TargetDevices, **options: Any) -
 
 
 def lint(function: Any, *args: Any, **options: Any) -> tuple[Finding, ...]:
-    """Compiles a function and returns what wastes memory, bytes or time in its program, with a fix for each.
+    """Compiles a function and returns what wastes memory, bytes or time in its program,
+    with a fix for each.
 
     options: as `census` takes them, and keyword arguments of the function.
 
@@ -475,7 +504,8 @@ def lint(function: Any, *args: Any, **options: Any) -> tuple[Finding, ...]:
 
         >>> import jax.numpy as jnp
         >>> step = lambda params, g: {"w": params["w"] - g}
-        >>> [finding.kind for finding in lint(step, {"w": jnp.ones((512, 512))}, jnp.ones((512, 512)))]
+        >>> w = jnp.ones((512, 512))
+        >>> [finding.kind for finding in lint(step, {"w": w}, w)]
         ['donation']
     """
     return census(function, *args, **options).findings

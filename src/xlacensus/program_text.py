@@ -25,7 +25,8 @@ class ProgramText:
     arguments: int
     """Bytes of the program's arguments."""
     temporaries: int
-    """Most bytes of temporaries that are live at once: an estimate, which the compiler's heap exceeds by its gaps."""
+    """Most bytes of temporaries that are live at once: an estimate,
+    which the compiler's heap exceeds by its gaps."""
     findings: tuple[Finding, ...]
 
     def __str__(self) -> str:

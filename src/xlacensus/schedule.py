@@ -1,13 +1,14 @@
 """Simulated schedule: a predicted timeline of a scheduled program on one chip.
 
-Instructions run in the order of the schedule, one after another. A collective between its start and its done overlaps
-with the instructions between them and occupies the links that its group spans, which carry first what was started
-first. A loop's body is simulated once and multiplied by its trip count. The compiler fixes the order; every time is
-predicted, none is measured.
+Instructions run in the order of the schedule, one after another. A collective between its start and
+its done overlaps with the instructions between them and occupies the links that its group spans,
+which carry first what was started first. A loop's body is simulated once and multiplied by its trip
+count. The compiler fixes the order; every time is predicted, none is measured.
 
-An instruction takes the time of its FLOPs or of its bytes. TPU programs have the compiler's own estimate of every
-fusion in cycles. It is used for matrix products; for elementwise work it is several times too high, and bytes over HBM
-bandwidth are an upper bound. GPU programs have no estimates: FLOPs and bytes are divided by the achieved peak.
+An instruction takes the time of its FLOPs or of its bytes. TPU programs have the compiler's own
+estimate of every fusion in cycles. It is used for matrix products; for elementwise work it is
+several times too high, and bytes over HBM bandwidth are an upper bound. GPU programs have no
+estimates: FLOPs and bytes are divided by the achieved peak.
 """
 
 import dataclasses
@@ -56,8 +57,8 @@ from xlacensus.interconnect import (
 from xlacensus.kernel_bundles import kernel_of, kernel_seconds, pairs_of_fraction
 
 _FREE = re.compile(
-    "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|replica-id|opt-barrier|add-dependency"
-    "|domain|iota|.*-(done|update)"
+    "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|replica-id"
+    "|opt-barrier|add-dependency|domain|iota|.*-(done|update)"
 )
 """Opcodes that cost nothing."""
 _HOST, _VMEM = 5, 1
@@ -84,7 +85,8 @@ class CostModel:
     skipped: Skipped = ALL_ROWS
 
     def cost_of(self, instruction: Instruction) -> Cost:
-        """Returns how long an instruction keeps the chip busy; collectives and loops are not covered."""
+        """Returns how long an instruction keeps the chip busy;
+        collectives and loops are not covered."""
         if _FREE.fullmatch(instruction.opcode):
             return Cost("memory", 0.0)
         if instruction.opcode == "custom-call":
@@ -101,7 +103,8 @@ class CostModel:
         return Cost("memory", memory if estimate is None else min(estimate, memory))
 
     def _matmul_seconds(self, instruction: Instruction) -> float:
-        """Seconds of a matrix product, or of those in a fusion, nested ones included, at the peaks of their types."""
+        """Seconds of a matrix product, or of those in a fusion, nested ones included,
+        at the peaks of their types."""
         if instruction.opcode in ("dot", "convolution"):
             rate = rate_of(instruction.operand_arrays[:2])
             return matmul_flops(instruction) / (
@@ -115,7 +118,8 @@ class CostModel:
         return num_bytes / (self.chip.hbm_bandwidth * self.efficiency.hbm)
 
     def _custom_call(self, instruction: Instruction) -> Cost:
-        """Prices a kernel by its FLOPs and its bytes; one whose FLOPs are not known only by its bytes."""
+        """Prices a kernel by its FLOPs and its bytes;
+        one whose FLOPs are not known only by its bytes."""
         work = kernel_work(instruction)
         if work.kind == "hint":
             return Cost("memory", 0.0)
@@ -152,13 +156,15 @@ class CostModel:
 
 
 def peak_flops(chip: Chip, rate: Rate) -> float:
-    """Returns the peak FLOP/s of a chip for products of these types; that of bfloat16 where it has no other."""
+    """Returns the peak FLOP/s of a chip for products of these types;
+    that of bfloat16 where it has no other."""
     special = {"fp8": chip.flops_fp8, "int8": chip.flops_int8, "mxfp8": chip.flops_mxfp8}.get(rate)
     return special or chip.flops_bf16
 
 
 def hbm_bytes_accessed(instruction: Instruction) -> float:
-    """Counts the bytes of HBM that an instruction reads and writes; of a slice of a larger array, only the slice."""
+    """Counts the bytes of HBM that an instruction reads and writes;
+    of a slice of a larger array, only the slice."""
     shapes, body = [operand.shape for operand in instruction.operands], _fused_body(instruction)
     if body is None:
         if instruction.opcode in ("dynamic-slice", "slice", "gather"):
@@ -180,7 +186,8 @@ def hbm_bytes_accessed(instruction: Instruction) -> float:
 
 
 def _fused_body(instruction: Instruction) -> Computation | None:
-    """Returns the computation that a fusion or an asynchronous start runs; None for any other instruction."""
+    """Returns the computation that a fusion or an asynchronous start runs;
+    None for any other instruction."""
     return (
         next(iter(instruction.called), None)
         if not instruction.opcode.startswith("custom-call")
@@ -195,7 +202,8 @@ def _hbm_bytes(shape: Shape) -> float:
 
 
 def _bytes_read(value: Instruction, callers: tuple[Instruction, ...] = ()) -> float:
-    """Counts the bytes that a fusion reads of an operand, through fusions nested in it; infinity for all of it.
+    """Counts the bytes that a fusion reads of an operand, through fusions nested in it;
+    infinity for all of it.
 
     callers: fusions around a nested one, outermost first.
     """
@@ -244,7 +252,8 @@ def _bytes_written(root: Instruction, shape: Shape) -> float:
 
 
 _OFFLOADED = ("call-start", "custom-call-start")
-"""Opcodes that start a computation on another core; those without a collective are gathers and scatters."""
+"""Opcodes that start a computation on another core;
+those without a collective are gathers and scatters."""
 _ROUNDING = 1e-6
 """Relative error of sums of floating-point times."""
 
@@ -308,7 +317,8 @@ class _Timeline:
     def begin(
         self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str
     ) -> None:
-        """Starts a transfer that overlaps with what follows; its links carry first what was started before."""
+        """Starts a transfer that overlaps with what follows;
+        its links carry first what was started before."""
         if kind != "memory":
             self.link_seconds[axes or kind] += seconds
         ends = max([self.now, *(self._free[link] for link in links)]) + seconds
@@ -318,7 +328,8 @@ class _Timeline:
     def transfer(
         self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str
     ) -> None:
-        """Runs a transfer with nothing beside but those in flight, which have half of its links until either ends."""
+        """Runs a transfer with nothing beside but those in flight,
+        which have half of its links until either ends."""
         behind = max([0.0, *(self._free[link] - self.now for link in links)])
         for other, (span, shared) in self._in_flight.items():
             left = span.start + span.seconds - self.now
@@ -354,7 +365,8 @@ class _Timeline:
 
 
 Ticks = Mapping[frozenset[frozenset[str]], float]
-"""Ticks of a pipeline schedule: scopes of the branches that each stage takes in a tick -> number of such ticks."""
+"""Ticks of a pipeline schedule: scopes of the branches that each stage takes
+in a tick -> number of such ticks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +390,8 @@ class TargetDevices:
     ) -> "TargetDevices":
         """Returns all devices of whole slices or nodes, the last coordinate fastest.
 
-        topology: chips along each dimension of a slice; `(devices of a node,)` for GPUs.  slices: slices or nodes.
+        topology: chips along each dimension of a slice; `(devices of a node,)` for GPUs.
+        slices: slices or nodes.
         efficiency: achieved fractions of the chip's peaks; None takes the peaks.
 
         Example: sixteen GPUs in two nodes.
@@ -399,7 +412,8 @@ class SimulatedSchedule:
     chip: str
     step_seconds: float
     by_kind: Mapping[str, float]
-    """Seconds of compute and memory by kind, and `exposed`: seconds in which the device only waits for a transfer."""
+    """Seconds of compute and memory by kind,
+    and `exposed`: seconds in which the device only waits for a transfer."""
     exposed: Mapping[str, float]
     """Seconds of exposed communication by mesh axes."""
     link_seconds: Mapping[str, float]
@@ -410,13 +424,16 @@ class SimulatedSchedule:
     """Seconds of pipeline bubble: stages wait for each other."""
     spans: tuple[Span, ...]
     floor_seconds: float = 0.0
-    """Time of the program's matrix products at the chip's peak for their types: no step is faster."""
+    """Time of the program's matrix products at the chip's peak
+    for their types: no step is faster."""
     unpriced: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Executions of the kernels whose FLOPs are not known, by name; they are priced by their bytes alone."""
+    """Executions of the kernels whose FLOPs are not known, by name;
+    they are priced by their bytes alone."""
 
     @property
     def by_collective(self) -> dict[str, tuple[float, float]]:
-        """Seconds in flight and exposed seconds of each collective instruction, all executions together."""
+        """Seconds in flight and exposed seconds of each collective instruction, all
+        executions together."""
         sums: dict[str, tuple[float, float]] = {}
         for span in (span for span in self.spans if span.kind == "collective"):
             seconds, exposed = sums.get(span.instruction, (0.0, 0.0))
@@ -428,7 +445,8 @@ class SimulatedSchedule:
 
     @property
     def profile(self) -> bytes:
-        """Times of the instructions as XLA's scheduler takes them (`ProfiledInstructionsProto`, as text)."""
+        """Times of the instructions as XLA's scheduler takes them (`ProfiledInstructionsProto`,
+        as text)."""
         seconds = {span.instruction: span.seconds for span in self.spans}
         return "\n".join(
             f'costs {{ name: "{name}" cost_us: {1e6 * s:.3f} }}' for name, s in seconds.items()
@@ -436,12 +454,14 @@ class SimulatedSchedule:
 
     @property
     def doubt(self) -> str:
-        """Reason not to trust the step time: it is below the time of its FLOPs at the peak. Empty if it is not."""
+        """Reason not to trust the step time: it is below the time of its FLOPs at the peak.
+        Empty if it is not."""
         if self.step_seconds >= self.floor_seconds * (1 - _ROUNDING):
             return ""
         return (
-            f"the simulated step of {self.step_seconds:.4g} s is shorter than its matrix products take at the peak of "
-            f"{self.chip}, {self.floor_seconds:.4g} s: the schedule prices an instruction too low"
+            f"the simulated step of {self.step_seconds:.4g} s is shorter than its matrix products "
+            f"take at the peak of {self.chip}, {self.floor_seconds:.4g} s: the schedule prices an "
+            "instruction too low"
         )
 
 
@@ -541,12 +561,14 @@ class _Simulator:
         return True
 
     def _offload(self, timeline: _Timeline, start: Instruction) -> None:
-        """Begins a gather or scatter on a SparseCore: it moves HBM beside the other cores until its done."""
+        """Begins a gather or scatter on a SparseCore: it moves HBM beside the other cores
+        until its done."""
         done = done_of(start)
         operands = [
             operand.shape for operand in transfer_start(start).operands if operand is not start
         ]
-        # A gather reads and writes its rows; a scatter reads its updates, and reads and writes the rows they change.
+        # A gather reads and writes its rows;
+        # a scatter reads its updates, and reads and writes the rows they change.
         scattered = 3 * _hbm_bytes(operands[-1]) if operands else 0.0
         moved = scattered if "scatter" in start.name or done is None else 2 * _hbm_bytes(done.shape)
         seconds = self.cost_model.memory_seconds(moved)

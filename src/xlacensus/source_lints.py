@@ -1,4 +1,5 @@
-"""Checks of a function's jaxpr: grouped matmuls, products and types that cost more than they need."""
+"""Checks of a function's jaxpr: grouped matmuls, products and types that cost more
+than they need."""
 
 import dataclasses
 import itertools
@@ -48,7 +49,8 @@ class GroupedProducts:
 
 
 def grouped_products(module: Module, jaxpr: Any) -> GroupedProducts:
-    """Compares the grouped matmuls of a closed jaxpr with the products that the compiler made of them.
+    """Compares the grouped matmuls of a closed jaxpr with the products
+    that the compiler made of them.
 
     TPUs run `jax.lax.ragged_dot` as a kernel that multiplies each row by the weights of its own
     group. On CPU and GPU it becomes one product of all rows with the weights of all E groups, and
@@ -105,7 +107,8 @@ def lint_grouped_matmuls(products: GroupedProducts) -> Iterator[Finding]:
             f"ragged_dot, {format_count(products.dense)} FLOPs",
             f"this backend multiplies every row by every group's weights: {factor} the "
             f"{format_count(products.needed)} FLOPs that are needed",
-            "a kernel for grouped matmuls, or a capacity for each expert, which makes them one batched matmul",
+            "a kernel for grouped matmuls, or a capacity for each expert, which makes them one "
+            "batched matmul",
             0,
             products.line,
         )
@@ -120,7 +123,8 @@ class _Site:
     equation: Any
     times: int
     widened: tuple[bool, ...]
-    """For each input, whether it comes from 16 bits through elementwise operations in this jaxpr or its callers."""
+    """For each input, whether it comes from 16 bits through elementwise operations
+    in this jaxpr or its callers."""
 
     @property
     def line(self) -> str:
@@ -129,7 +133,8 @@ class _Site:
 
 
 def _sites(jaxpr: Any, times: int = 1, widened: frozenset[Any] = frozenset()) -> Iterator[_Site]:
-    """Yields all equations of an open jaxpr. widened: inputs that were converted from 16 bits to float32."""
+    """Yields all equations of an open jaxpr.
+    widened: inputs that were converted from 16 bits to float32."""
     wide = set(widened)
     for equation in jaxpr.eqns:
         inputs = tuple(not isinstance(v, core.Literal) and v in wide for v in equation.invars)
@@ -160,7 +165,8 @@ def _widens(equation: Any, inputs: tuple[bool, ...]) -> bool:
 
 
 def lint_source(jaxpr: Any) -> Iterator[Finding]:
-    """Reports the constraints of a closed jaxpr that do not divide, float32 products and float64 values that leak."""
+    """Reports the constraints of a closed jaxpr that do not divide, float32 products
+    and float64 values that leak."""
     sites = list(_sites(jaxpr.jaxpr))
     for site in sites:
         if site.equation.primitive.name == "sharding_constraint":
@@ -217,7 +223,8 @@ def _is_highest(precision: Any) -> bool:
 
 
 def _float64(jaxpr: Any, sites: list[_Site]) -> Iterator[Finding]:
-    """Reports float64 in a function that is given none: a numpy array or a Python number in 64-bit mode."""
+    """Reports float64 in a function that is given none: a numpy array or a Python number
+    in 64-bit mode."""
     if any(_is_float64(v) for v in jaxpr.jaxpr.invars):
         return
     for site in sites:

@@ -129,6 +129,11 @@ def test_a_host_that_starts_nothing_more_tells_the_others(
 ) -> None:
     """Their children would wait for its child, five minutes at each start."""
     codes = {0: [75] * 9, 1: [3]}
+    # The supervisor of another run, which was refused the folder, tells those of this one nothing.
+    monkeypatch.setattr("meshwright.launching.supervise.Supervisor._attempt", lambda *_: 9)
+    second = (Restarts(most=5, backoff=0.2), Watchdog())
+    other = Supervisor("train", [], run, tmp_path, hosts(1, 2), None, *second)
+    assert other.supervise() == 9 and not (tmp_path / ".supervise" / "stopped").exists()
     monkeypatch.setattr(
         "meshwright.launching.supervise.Supervisor._attempt",
         lambda self, start, attempt: codes[self.hosts.process][attempt],

@@ -225,6 +225,8 @@ def test_a_host_at_a_tenth_of_its_speed_is_named() -> None:
             {i: signs[i] for i in range(hosts - 1)} | {7: dataclasses.replace(signs[2], delay=0.04)}
         )
         assert list(found) == [7] and "is slow: 40 ms for what takes other hosts" in found[7]
+    unknown = dataclasses.replace(signs[0], delay=0.0)  # one that has taken too few steps
+    assert slow_hosts({0: unknown, 7: dataclasses.replace(signs[2], delay=0.04)}) == {}
 
 
 def test_a_save_that_failed_is_known_before_the_next(tmp_path: Path) -> None:

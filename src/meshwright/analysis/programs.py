@@ -1,7 +1,9 @@
-"""Compiled programs as this package reads them: by `xlacensus`, with errors and pages of this package.
+"""Compiled programs as this package reads them: by `xlacensus`,
+with errors and pages of this package.
 
-What `xlacensus` refuses is raised as a CensusError of this package, so that the command line and its exit codes treat
-it as any other error. Functions of `xlacensus` that raise are called by way of this module only.
+What `xlacensus` refuses is raised as a CensusError of this package, so that the command line and
+its exit codes treat it as any other error. Functions of `xlacensus` that raise are called by way of
+this module only.
 """
 
 import contextlib
@@ -56,17 +58,20 @@ def census_errors() -> Iterator[None]:
 
 
 def compiler_error(error: Exception) -> CensusError:
-    """Converts an error of XLA: OutOfMemory with its sizes, or CensusError with the beginning of the error."""
+    """Converts an error of XLA: OutOfMemory with its sizes,
+    or CensusError with the beginning of the error."""
     return _error_of(compilation.compiler_error(error))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Census(program_census.Census, Shown):
-    """Memory, collectives, FLOPs and findings of one device of a compiled program, with a simulated schedule.
+    """Memory, collectives, FLOPs and findings of one device of a compiled program,
+    with a simulated schedule.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> report = mw.census(jax.jit(lambda x, w: jnp.tanh(x @ w)), jnp.ones((8, 16)), jnp.ones((16, 4)))
+        >>> layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+        >>> report = mw.census(layer, jnp.ones((8, 16)), jnp.ones((16, 4)))
         >>> report.flops.compiled, len(report.ledger)
         (1024.0, 0)
     """
@@ -86,13 +91,17 @@ def census(
     compiler_options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Census:
-    """Compiles `function` for its arguments (arrays, abstract arrays, Python numbers) and reads the compiled program.
+    """Compiles `function` for its arguments (arrays, abstract arrays, Python numbers)
+    and reads the compiled program.
 
-    Nothing runs. function: jitted or not, with static arguments as it declares them; or a `Traced`, `Lowered` or
-    `Compiled` of `jax.stages`, alone.  keywords: keyword arguments of the function.
+    Nothing runs. function: jitted or not, with static arguments as it declares them; or a `Traced`,
+    `Lowered` or `Compiled` of `jax.stages`, alone.
+    keywords: keyword arguments of the function.
 
-    mesh: degree of each axis, outermost first; None takes it from the shardings of arguments, program or source.
-    categories: beginning of an argument's path -> category of its memory, in addition to those of usual names.
+    mesh: degree of each axis, outermost first;
+    None takes it from the shardings of arguments, program or source.
+    categories: beginning of an argument's path -> category of its memory,
+    in addition to those of usual names.
     declared: path of an argument or result -> the sharding it must have.
     target: devices on which a schedule is simulated; None simulates none.
     facts: facts that the compiled text does not contain, such as how often branches are taken.
@@ -121,7 +130,8 @@ def census(
 
 
 def _with_option(finding: Finding) -> Finding:
-    """Returns a finding whose fix names the option of this package that does it, where there is one."""
+    """Returns a finding whose fix names the option of this package that does it,
+    where there is one."""
     if finding.kind == "determinism":
         fix = f"--training.deterministic; of a function of your own, {finding.fix}"
     elif finding.kind == "overlap" and "through the loop" in finding.fix:
@@ -161,12 +171,14 @@ def simulate_schedule(
     skipped: Skipped = ALL_ROWS,
     ticks: Ticks | None = None,
 ) -> SimulatedSchedule:
-    """Simulates the program of one device. Raises CensusError for a program with an array of unknown size."""
+    """Simulates the program of one device.
+    Raises CensusError for a program with an array of unknown size."""
     return schedule.simulate_schedule(module, target, mesh, skipped, ticks)
 
 
 def read_census(file: Path) -> dict[str, Any]:
-    """Reads a census that `--json` or `--save` wrote. Raises CensusError if the file is not a census."""
+    """Reads a census that `--json` or `--save` wrote.
+    Raises CensusError if the file is not a census."""
     try:
         document = read_json(file, LARGE)
         for values in quantities(document).values():

@@ -1,4 +1,5 @@
-"""Census of a run's own train and evaluation steps, and the cache of those for hardware that is not here."""
+"""Census of a run's own train and evaluation steps,
+and the cache of those for hardware that is not here."""
 
 import collections
 import dataclasses
@@ -61,20 +62,24 @@ _CATEGORIES = {
     "state.variables": "variables",
     "state": "counters",
 }
-# Lines of these files tell how bytes move, not what for; the line that called them is reported instead.
+# Lines of these files tell how bytes move, not what for;
+# the line that called them is reported instead.
 LIBRARY_FILES = tuple(
     str(module.__file__) for module in (collectives, hierarchical, ragged, params)
 )
 _LEFT_OUT, _RENAMES = "xla_disable_hlo_passes", "gpu-convert-async-collectives-to-sync"
-"""Option that leaves passes out, and the one after which collectives beside nothing have names without a time."""
+"""Option that leaves passes out, and the one after which collectives beside nothing have
+names without a time."""
 _DOCUMENTS = {ONE_DOCUMENT: BranchScope(1, 1), SEVERAL_DOCUMENTS: BranchScope(0, 1)}
-"""Forms of attention that a step takes: what is published of steps has one document in each sequence."""
+"""Forms of attention that a step takes: what is published of steps has one document
+in each sequence."""
 _MAX_VOCAB_PADDING = 0.05
 """Fraction of padding rows from which the vocabulary is reported."""
 
 
 def model_flops(device_run: DeviceRun, passes: float) -> Mapping[str, float]:
-    """Returns the model FLOPs of one step on one device by item; a train step is 3 `passes`, an evaluation 1."""
+    """Returns the model FLOPs of one step on one device by item;
+    a train step is 3 `passes`, an evaluation 1."""
     training = device_run.run.training
     tokens = training.batch * device_run.units
     items = forward_flops(device_run.run.model, training.seq)
@@ -99,9 +104,10 @@ _SLACK = 1.1
 def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     """Returns the FLOPs of matrix products that a compiled step may have on one device.
 
-    At least 0.95 of the model FLOPs. At most 1.1 of them with every layer computed again (a pipeline: twice), the
-    vocabulary padded, all pairs of query and key where a program masks instead of skipping, and experts with twice the
-    rows they need, or full buffers where they are sent between devices.
+    At least 0.95 of the model FLOPs. At most 1.1 of them with every layer computed again (a
+    pipeline: twice), the vocabulary padded, all pairs of query and key where a program masks
+    instead of skipping, and experts with twice the rows they need, or full buffers where they are
+    sent between devices.
     """
     run = device_run.run
     items = model_flops(device_run, passes)
@@ -109,31 +115,13 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     if passes > 1:
         counted = {item: _passes_of_step(device_run, item) for item in items}
     factors = _factors(device_run, counted)
-    uneven = 1.0
-    if device_run.layout.shape.stage > 1 and device_run.local_model.execution.permutes:
-        # A stage without a task computes beside the others, and padding rows too.
-        rows = (
-            -(
-                -len(device_run.layout.spec.layers)
-                // (device_run.layout.shape.stage * device_run.layout.stages.virtual_stages)
-            )
-            * device_run.layout.shape.stage
-        )
-        ticks = int((device_run.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
-        uneven = rows * ticks / (len(device_run.layout.spec.layers) * run.training.microbatches)
+    uneven = _computed_over_assigned(device_run)
     most = _SLACK * uneven * sum(factors[item] * flops for item, flops in items.items())
     adapters = sum(p.size for _, p, _ in device_run.layout.leaves if p.role == "adapter")
-    most += (
-        _SLACK
-        * uneven
-        * (1 + _recomputations(device_run) / counted["unembedding"])
-        * 2
-        * passes
-        * run.training.batch
-        * run.training.seq
-        * adapters
-        / device_run.layout.shape.size
-    )
+    adapter_passes = 1 + _recomputations(device_run) / counted["unembedding"]
+    tokens = run.training.batch * run.training.seq
+    adapter_flops = 2 * passes * tokens * adapters / device_run.layout.shape.size
+    most += _SLACK * uneven * adapter_passes * adapter_flops
     rule = UPDATE_RULES.get(run.optimizer.name)
     if rule is not None and rule.matrices and passes > 1:
         layout = device_run.layout
@@ -144,6 +132,21 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         math.inf if rule is None else most,
         f"{sum(items.values()):.3g} of the model, with recomputation, padding and masked pairs",
     )
+
+
+def _computed_over_assigned(device_run: DeviceRun) -> float:
+    """Returns the layers that a pipeline's stages compute over those of their tasks.
+
+    1, except where a stage without a task computes beside the others, and padding rows too.
+    """
+    layout = device_run.layout
+    stages = layout.shape.stage
+    if stages == 1 or not device_run.local_model.execution.permutes:
+        return 1.0
+    layers = len(layout.spec.layers)
+    rows = math.ceil(layers / (stages * layout.stages.virtual_stages)) * stages
+    ticks = int((device_run.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
+    return rows * ticks / (layers * device_run.run.training.microbatches)
 
 
 def _recomputations(device_run: DeviceRun) -> int:
@@ -163,7 +166,8 @@ def _factors(device_run: DeviceRun, counted: Mapping[str, float]) -> dict[str, f
     factors = {item: 1 + recomputations / passes for item, passes in counted.items()}
     masked = 1 / max(skipped.causal_fraction, 1e-9)
     if "attention" in factors:
-        # Attention's backward kernels compute the scores again: seven products for four, beside two recomputed ones.
+        # Attention's backward kernels compute the scores again: seven products
+        # for four, beside two recomputed ones.
         factors["attention"] *= 11 / 8 * masked * _keys_computed(spec, seq)
     for item, computed in _recurrences_computed(spec, seq, shape.context).items():
         # Computed again from their inputs, whatever the remat policy keeps.
@@ -181,13 +185,15 @@ def _factors(device_run: DeviceRun, counted: Mapping[str, float]) -> dict[str, f
 
 
 def _keys_computed(spec: ModelSpec, seq: int) -> float:
-    """Returns the FLOPs of attention to all keys over those of the keys that the model FLOPs count."""
+    """Returns the FLOPs of attention to all keys over those of the keys
+    that the model FLOPs count."""
     counted = sum(a.flops(seq) for a in spec.attention)
     return sum(a.flops_of_all_keys(seq) for a in spec.attention) / counted
 
 
 def _recurrences_computed(spec: ModelSpec, seq: int, context: int) -> dict[str, float]:
-    """Returns the FLOPs of recurrences on `context` devices over those that the model FLOPs count, by item."""
+    """Returns the FLOPs of recurrences on `context` devices over those
+    that the model FLOPs count, by item."""
     counted = collections.defaultdict[str, float](float)
     computed = collections.defaultdict[str, float](float)
     for recurrence in spec.recurrences:
@@ -197,16 +203,19 @@ def _recurrences_computed(spec: ModelSpec, seq: int, context: int) -> dict[str, 
 
 
 def _index_scores(indexer: IndexerSpec, tensor: int) -> float:
-    """Returns how often a forward pass computes an indexer's scores of a device's share of the tokens, at most.
+    """Returns how often a forward pass computes an indexer's scores of a device's share
+    of the tokens, at most.
 
-    Every device of `tensor` chooses keys for all tokens, in attention and for the loss; the loss compares its own tokens.
+    Every device of `tensor` chooses keys for all tokens, in attention and for the loss;
+    the loss compares its own tokens.
     """
     choices = {"frozen": 1, "warmup": 0, "sparse": 2}[indexer.training]
     return float(choices * tensor + indexer.trained)
 
 
 def skipped_by_kernels(settled: Settled) -> Skipped:
-    """Returns what the kernels of a run skip: hidden blocks of attention, and rows of experts' buffers without a token.
+    """Returns what the kernels of a run skip: hidden blocks of attention,
+    and rows of experts' buffers without a token.
 
     If the load is even, a device receives as many rows as its own tokens have.
     """
@@ -260,7 +269,8 @@ def _facts_of_layers(model: Model, device_run: DeviceRun) -> ProgramFacts:
 
 
 def _layer_rows(device_run: DeviceRun) -> dict[str, BranchScope]:
-    """Returns how many rows of each stack hold a layer, where the program branches around its padding rows."""
+    """Returns how many rows of each stack hold a layer,
+    where the program branches around its padding rows."""
     if device_run.local_model.execution.permutes:
         return {}
     rows = {
@@ -278,9 +288,11 @@ def _layer_rows(device_run: DeviceRun) -> dict[str, BranchScope]:
 def _facts(
     device_run: DeviceRun, name: str, passes: float, table: ScheduleTable | None
 ) -> ProgramFacts:
-    """Returns what is known of a step of `passes` forward passes. table: schedule of its pipeline."""
+    """Returns what is known of a step of `passes` forward passes.
+    table: schedule of its pipeline."""
     taken = {} if table is None else branch_ticks(table, device_run.local_model.execution.permutes)
-    # A backward branch computes its forward pass again; those of forward pass and loss do it for the first time.
+    # A backward branch computes its forward pass again;
+    # those of forward pass and loss do it for the first time.
     branches = {
         scope: BranchScope(*counts, recomputes=repeats_forward(scope))
         for scope, counts in taken.items()
@@ -296,7 +308,8 @@ def _facts(
 
 
 def census_of_train_step(device_run: DeviceRun, target: Target | None = None) -> Census:
-    """Compiles the train step of a run for its mesh and takes its census; nothing runs, no array is created.
+    """Compiles the train step of a run for its mesh and takes its census;
+    nothing runs, no array is created.
 
     target: hardware of the mesh's devices, on which a schedule is simulated; None simulates none.
     """
@@ -320,7 +333,8 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
     findings = [*result.findings, *_vocabulary_padding(device_run)]
     asked = device_run.run.training.matmul_precision
     if device_run.machine.simulated:
-        # Simulated devices convert low precisions, and have no kernel for grouped matmuls: that is no fault of the run.
+        # Simulated devices convert low precisions,
+        # and have no kernel for grouped matmuls: that is no fault of the run.
         findings = [finding for finding in findings if finding.kind != "experts"]
     else:
         module = parse_module(result.text)
@@ -331,9 +345,11 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
 
 
 def profile_for(target: Target) -> Callable[[DeviceRun, Any], dict[str, Any]]:
-    """Returns the `DeviceRun.profile_of` of hardware: a step is compiled and simulated before it is scheduled so.
+    """Returns the `DeviceRun.profile_of` of hardware: a step is compiled and simulated
+    before it is scheduled so.
 
-    The option is JAX's for profiles that were measured; of several processes all take that of the first.
+    The option is JAX's for profiles that were measured;
+    of several processes all take that of the first.
     """
 
     def profile(device_run: DeviceRun, lowered: Any) -> dict[str, Any]:
@@ -391,7 +407,8 @@ def located_devices(devices: Iterable[Any], target: Target) -> TargetDevices:
 
 
 def simulate_run(module: Module, device_run: DeviceRun, target: Target) -> SimulatedSchedule:
-    """Simulates the compiled train step of a run. module: with the branches of `train_step_facts`."""
+    """Simulates the compiled train step of a run.
+    module: with the branches of `train_step_facts`."""
     facts, devices = (
         train_step_facts(device_run),
         device_run.mesh.devices.flat,
@@ -401,10 +418,11 @@ def simulate_run(module: Module, device_run: DeviceRun, target: Target) -> Simul
 
 
 def causal_fraction(spec: ModelSpec, seq: int) -> float:
-    """Returns the fraction of key positions that attention reads, over all layers weighted by their FLOPs.
+    """Returns the fraction of key positions that attention reads, over all layers weighted
+    by their FLOPs.
 
-    Sliding windows may differ between layers. A model without attention has the fraction of causal attention, 1/2,
-    which then applies to nothing.
+    Sliding windows may differ between layers. A model without attention has the fraction of causal
+    attention, 1/2, which then applies to nothing.
     """
     flops = [
         (a.heads * (a.head_size + a.value_size), a.causal_positions(seq) / seq)
@@ -443,14 +461,16 @@ def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
             "vocabulary",
             f"{vocab} tokens are padded to {padded}, a multiple of {model.vocab_multiple}: "
             f"{padded / vocab - 1:.0%} padding in every embedding table and in the logits",
-            f"--model.vocab-multiple {device_run.layout.shape.over(VOCAB_AXES)}, or a vocabulary of {padded}",
+            f"--model.vocab-multiple {device_run.layout.shape.over(VOCAB_AXES)}, or a vocabulary "
+            f"of {padded}",
             wasted,
         )
     ]
 
 
 def cached[T](file: Path, kind: Any, make: Callable[[], T], fresh: bool) -> T:
-    """Returns what `make` returned before, from a JSON file; makes it again where it is `fresh`. kind: its type."""
+    """Returns what `make` returned before, from a JSON file;
+    makes it again where it is `fresh`. kind: its type."""
     if file.is_file() and not fresh:
         try:
             found: T = msgspec.json.decode(file.read_bytes(), type=kind)
@@ -464,7 +484,8 @@ def cached[T](file: Path, kind: Any, make: Callable[[], T], fresh: bool) -> T:
 
 
 def cache_key(device_run: DeviceRun, target: Target) -> str:
-    """Returns a key of the program's text, the target, the compiler options, and the code that reads the program."""
+    """Returns a key of the program's text, the target, the compiler options,
+    and the code that reads the program."""
     lowered = build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
     root = Path(str(meshwright.__file__)).parent
     # A change of these rooms changes the census.

@@ -1,9 +1,9 @@
 """Memory of each phase of a training, by the compiled programs.
 
-A save hashes every tensor (`checkpoint.fingerprints`), and brings the rows of uneven or interleaved pipelines into the
-order of the layers (`checkpoint.layer_order`); a restore does both the other way round. These programs run between two
-steps, while the state is in memory. The copies that a save writes from are in the hosts' memory until they are
-committed.
+A save hashes every tensor (`checkpoint.fingerprints`), and brings the rows of uneven or interleaved
+pipelines into the order of the layers (`checkpoint.layer_order`); a restore does both the other way
+round. These programs run between two steps, while the state is in memory. The copies that a save
+writes from are in the hosts' memory until they are committed.
 """
 
 from contextlib import AbstractContextManager
@@ -28,7 +28,8 @@ from xlacensus.peak_memory import CompiledMemory
 
 
 def compiled_phases(device_run: DeviceRun, census: Census) -> dict[str, int]:
-    """Compiles what each phase of a training runs, for devices here or not; returns the most bytes of a device in each.
+    """Compiles what each phase of a training runs, for devices here or not;
+    returns the most bytes of a device in each.
 
     census: of the train step.
     """

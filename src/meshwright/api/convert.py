@@ -39,8 +39,9 @@ class ConvertOptions(Ranged):
     """
 
     source: Annotated[str, tyro.conf.Positional]
-    """Folder with config.json and safetensors, hf:OWNER/MODEL, the output folder of a run, or a folder of
-    torch.distributed.checkpoint (torchtitan, Megatron) or of Orbax (MaxText) to which the model's config.json was copied."""
+    """Folder with config.json and safetensors, hf:OWNER/MODEL, the output folder of a run, or a
+    folder of torch.distributed.checkpoint (torchtitan, Megatron) or of Orbax (MaxText) to which the
+    model's config.json was copied."""
     out: Annotated[Path, tyro.conf.Positional]
     """Folder to write; it appears when it is whole."""
     at: NonNegativeInt | None = None
@@ -51,8 +52,8 @@ class ConvertOptions(Ranged):
     """Weights of a run with adapters (finetune): the whole model with adapters merged, or the
     adapters alone in PEFT's format."""
     max_file_mib: PositiveInt | None = None
-    """Largest safetensors file of a Hugging Face folder that is written, in MiB, by default 5 GB; a larger tensor has a
-    file of its own."""
+    """Largest safetensors file of a Hugging Face folder that is written, in MiB, by default 5 GB; a
+    larger tensor has a file of its own."""
     json: bool = False
     """Print JSON."""
 
@@ -93,20 +94,22 @@ def convert(
     largest_file: int | None = None,
     say: Say = lambda line: None,
 ) -> Conversion:
-    """Converts weights between a Hugging Face folder and a run, or from another program's checkpoint.
+    """Converts weights between a Hugging Face folder and a run,
+    or from another program's checkpoint.
 
     source: a folder with config.json, `hf:PATH`, `hf:OWNER/MODEL` of the hub, the output folder of
-    a run, or a folder of `torch.distributed.checkpoint` (torchtitan, Megatron) or of Orbax (MaxText)
-    with the config.json of its model.
+    a run, or a folder of `torch.distributed.checkpoint` (torchtitan, Megatron) or of Orbax
+    (MaxText) with the config.json of its model.
     out: folder to write; it must not exist. An interrupted conversion goes on when it is called
     again.
-    at: step of a run's checkpoint; None takes the last.  dtype: type of the whole model written from
-    a run; None keeps that of its checkpoint.  weights: of a run with adapters: the whole model with
-    them merged, or the adapters alone in PEFT's format.  largest_file: largest safetensors file of a
-    whole model in a Hugging Face folder that is written, in bytes; None is 5e9.  say: called with a
-    line for each parameter.
-    Raises WeightsError, CheckpointError, and ConfigError, also for an option that has no effect on
-    this conversion.
+    at: step of a run's checkpoint; None takes the last.
+    dtype: type of the whole model written from a run; None keeps that of its checkpoint.
+    weights: of a run with adapters: the whole model with them merged,
+    or the adapters alone in PEFT's format.
+    largest_file: largest safetensors file of a whole model in a Hugging Face folder that is
+    written, in bytes; None is 5e9.
+    say: called with a line for each parameter. Raises WeightsError, CheckpointError, and
+    ConfigError, also for an option that has no effect on this conversion.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="data=2", layers=1, steps=1, sample=0, eval_samples=16)
@@ -158,7 +161,8 @@ def convert(
     if largest_file is not None:
         raise ConfigError(
             f"converting {text} into files of at most {format_bytes(largest_file)}",
-            "a Hugging Face folder becomes the output folder of a run, whose checkpoint has no safetensors files",
+            "a Hugging Face folder becomes the output folder of a run, whose checkpoint has no "
+            "safetensors files",
             "leave --max-file-mib out",
             "leave largest_file out",
         )
@@ -183,7 +187,8 @@ def _check_adapter(source: str, dtype: str | None, largest_file: int | None) -> 
 
 
 def _check_other(folder: Path, program: str, at: int | None, dtype: str | None) -> None:
-    """Raises ConfigError for a folder of another program that has no config.json, and for options of a run."""
+    """Raises ConfigError for a folder of another program that has no config.json,
+    and for options of a run."""
     if at is not None or dtype is not None:
         raise ConfigError(
             f"converting {folder} at a step or into another type",
@@ -193,6 +198,8 @@ def _check_other(folder: Path, program: str, at: int | None, dtype: str | None) 
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"converting {folder}",
-            f"it is a checkpoint of {program}, whose tensors do not tell heads, norms and frequencies",
-            f"the model's config.json copied to {folder}: for Llama 3, that of its Hugging Face folder",
+            f"it is a checkpoint of {program}, whose tensors do not tell heads, norms and "
+            "frequencies",
+            f"the model's config.json copied to {folder}: for Llama 3, that of its Hugging Face "
+            "folder",
         )

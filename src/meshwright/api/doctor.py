@@ -64,7 +64,8 @@ class DoctorOptions(Ranged):
 def _print_findings(
     host: str, findings: Sequence[Finding], counters: Sequence[Counter], console: Console
 ) -> None:
-    """Prints the worst verdict of each check, every warning and fault with its fix, and counters."""
+    """Prints the worst verdict of each check, every warning and fault
+    with its fix, and counters."""
     cells: dict[str, str] = {}
     tones: list[Tone] = []
     for check in dict.fromkeys(finding.check for finding in findings):

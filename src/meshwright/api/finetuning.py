@@ -113,11 +113,13 @@ def finetune(
     Raises ConfigError, DataError, WeightsError, TrainingError.
 
     Example:
-        >>> run = mw.recipe("tiny", mesh="data=2", layers=1, steps=2, sample=0, eval_samples=16, tokenizer="bytes")
+        >>> short = {"layers": 1, "steps": 2, "sample": 0, "eval_samples": 16}
+        >>> run = mw.recipe("tiny", mesh="data=2", tokenizer="bytes", **short)
         >>> base = mw.train(run, out=tmp / "base", progress="none", cache=tmp).out
         >>> record = '{"prompt": "What is two and two?", "completion": " It is four."}'
-        >>> _ = (tmp / "questions.jsonl").write_text(f"{record}\\n" * 40)
-        >>> tuned = mw.finetune(base, str(tmp / "questions.jsonl"), tmp / "tuned", cache=tmp, steps=2, rank=4)
+        >>> questions = tmp / "questions.jsonl"
+        >>> _ = questions.write_text(f"{record}\\n" * 40)
+        >>> tuned = mw.finetune(base, str(questions), tmp / "tuned", cache=tmp, steps=2, rank=4)
         >>> tuned.steps, tuned.loss > 0
         (2, True)
     """

@@ -258,7 +258,8 @@ def open_generator(
         >>> run = mw.recipe("tiny", mesh="data=1", layers=1, steps=1, sample=0, eval_samples=16)
         >>> out = mw.train(run, out=tmp / "opened", progress="none", cache=tmp, devices=1).out
         >>> generator = mw.open_generator(out, mesh="fsdp=2,tensor=2", cache=tmp)
-        >>> [len(generator.generate([prompt], max_tokens=4).tokens[0]) for prompt in ("import ", "def f")]
+        >>> results = [generator.generate([text], max_tokens=4) for text in ("import ", "def f")]
+        >>> [len(result.tokens[0]) for result in results]
         [4, 4]
         >>> generator.compilations
         1
@@ -295,7 +296,8 @@ def generate(
     Example:
         >>> run = mw.recipe("tiny", mesh="data=1", layers=1, steps=1, sample=0, eval_samples=16)
         >>> out = mw.train(run, out=tmp / "spoken", progress="none", cache=tmp, devices=1).out
-        >>> result = mw.generate(out, ["import ", "def "], max_tokens=5, sampling=mw.Sampling(temperature=0.8, seed=1))
+        >>> sampling = mw.Sampling(temperature=0.8, seed=1)
+        >>> result = mw.generate(out, ["import ", "def "], max_tokens=5, sampling=sampling)
         >>> len(result.texts), result.report.planned_cache_bytes == result.report.cache_bytes
         (2, True)
     """

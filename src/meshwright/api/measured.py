@@ -37,13 +37,15 @@ class MeasuredRun:
 
 
 def traced_machine(folder: Path) -> str:
-    """Returns the machine of the traced steps in an output folder, as `--on` names it. Raises ConfigError without any."""
+    """Returns the machine of the traced steps in an output folder, as `--on` names it. Raises
+    ConfigError without any."""
     file = folder / CALIBRATION
     return foreign(str(_traced_steps(folder)["step"]["target"]), str(file))
 
 
 def _traced_steps(folder: Path) -> Mapping[str, Any]:
-    """Reads the calibration of an output folder. Raises ConfigError where it has no traced steps."""
+    """Reads the calibration of an output folder.
+    Raises ConfigError where it has no traced steps."""
     file = folder / CALIBRATION
     calibration = read_calibration(file, _TRACE.format(folder))
     if "step" not in calibration:
@@ -56,8 +58,9 @@ def _traced_steps(folder: Path) -> Mapping[str, Any]:
 def read_measured(folder: Path, on: str | None) -> MeasuredRun:
     """Reads the run of an output folder with the rates of its traced steps.
 
-    on: the machine that was asked for; None takes that of the trace. Raises ConfigError for a folder without a
-    trace, a trace of another machine or of another mesh than the run's, and a rate above the data sheet.
+    on: the machine that was asked for; None takes that of the trace. Raises ConfigError for a
+    folder without a trace, a trace of another machine or of another mesh than the run's, and a rate
+    above the data sheet.
     """
     asked = f"--measured {folder}"
     calibration = _traced_steps(folder)
@@ -83,7 +86,8 @@ def read_measured(folder: Path, on: str | None) -> MeasuredRun:
 def _machine(
     asked: str, traced: str, calibration: Mapping[str, Any], on: str | None
 ) -> tuple[Target | None, Target]:
-    """Returns the machine of a trace without its rates, None where nothing else is known, and with them."""
+    """Returns the machine of a trace without its rates, None where nothing else is known,
+    and with them."""
     listed = find_chip(str(calibration["device"])) is not None
     if on is not None and on != traced and str(parse_target(on)) != traced:
         target = parse_target(on)
@@ -92,8 +96,8 @@ def _machine(
         else:
             devices = calibration["step"]["devices"]
             difference = (
-                f"the trace is of {traced}, {devices} devices, and {on} has {target.devices}: what their links carry "
-                "was not measured"
+                f"the trace is of {traced}, {devices} devices, and {on} has {target.devices}: what "
+                "their links carry was not measured"
             )
         raise ConfigError(f"{asked} --on {on}", difference, f"--on {traced}, or no --on")
     if listed:
@@ -103,7 +107,8 @@ def _machine(
 
 
 def require_model(measured: MeasuredRun, run: Run) -> None:
-    """Raises ConfigError where a run to plan has another model than the trace, naming what differs."""
+    """Raises ConfigError where a run to plan has another model
+    than the trace, naming what differs."""
     traced = measured.step["model"]
     planned: Mapping[str, Any] = run_to_dict(run)["model"]
     # Where its text gives the vocabulary, a run that has not read it has none.
@@ -124,7 +129,8 @@ def require_model(measured: MeasuredRun, run: Run) -> None:
 
 
 def what_changed(measured: MeasuredRun, best: Plan, best_before: Plan | None) -> list[str]:
-    """Says what the rates of a trace change: the rates, the step of the traced run, and the best plan."""
+    """Says what the rates of a trace change: the rates, the step of the traced run,
+    and the best plan."""
     step = measured.step
     lines = []
     if measured.before is None:
@@ -143,25 +149,29 @@ def what_changed(measured: MeasuredRun, best: Plan, best_before: Plan | None) ->
         )
     else:
         lines.append(
-            f"best plan: {best.name}, {format_step(best.estimate.seconds)}; before {best_before.name}, "
-            f"{format_step(best_before.estimate.seconds)}"
+            f"best plan: {best.name}, {format_step(best.estimate.seconds)}; before "
+            f"{best_before.name}, {format_step(best_before.estimate.seconds)}"
         )
     return lines
 
 
 def _traced_step(measured: MeasuredRun) -> str:
-    """Says what the traced layout is planned at, before and with the measured rates, and what it took."""
+    """Says what the traced layout is planned at, before and with the measured rates,
+    and what it took."""
     step = measured.step
     before = step["planned_seconds"]
     planned = "nothing was planned" if before is None else f"{format_step(before)} was planned"
     text = (
-        f"step of the traced run: {format_step(step['seconds'])} measured, {planned} without the rates, "
-        f"{format_step(traced_plan(measured).estimate.seconds)} with them"
+        f"step of the traced run: {format_step(step['seconds'])} measured, {planned} without the "
+        f"rates, {format_step(traced_plan(measured).estimate.seconds)} with them"
     )
     unpriced = step["unpriced_seconds"]
     if not unpriced:
         return text
-    return f"{text}; {format_step(unpriced)} of it are idle or wait for other devices, which no rate is for"
+    return (
+        f"{text}; {format_step(unpriced)} of it are idle or wait for other devices, which no rate "
+        "is for"
+    )
 
 
 def traced_plan(measured: MeasuredRun) -> Plan:

@@ -1,4 +1,5 @@
-"""The verb `parity`: a run on two meshes, by two programs, or on other devices, compared tensor by tensor."""
+"""The verb `parity`: a run on two meshes, by two programs,
+or on other devices, compared tensor by tensor."""
 
 import dataclasses
 from pathlib import Path
@@ -48,12 +49,14 @@ _TOKENS = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParityOptions(RunOptions):
-    """Compare RECIPE (by default `tiny`) with itself on another mesh, by another program or on other devices, in
-    float32, and name the first tensor whose difference is more than rounding explains."""
+    """Compare RECIPE (by default `tiny`) with itself on another mesh, by another program or on
+    other devices, in float32, and name the first tensor whose difference is more than rounding
+    explains."""
 
     against: Annotated[str, tyro.conf.arg(metavar="MESH|transformers|devices|PATH")] = "data=1"
-    """The other mesh, as axis=degree,...; `transformers`, for hf:PATH; `devices`, the same mesh with each part computed
-    by another device; or the folder of another checkout or Python environment."""
+    """The other mesh, as axis=degree,...; `transformers`, for hf:PATH; `devices`, the same mesh
+    with each part computed by another device; or the folder of another checkout or Python
+    environment."""
     tensors: bool = False
     """Compare the tensors of the first step on two meshes even where losses and gradients agree."""
     tokens: PositiveInt = _TOKENS
@@ -135,17 +138,20 @@ def parity(
     cache: Path | None = None,
     devices: int | None = None,
 ) -> Parity:
-    """Compares a run with itself on the mesh `against`, by another program or on other devices, in float32.
+    """Compares a run with itself on the mesh `against`,
+    by another program or on other devices, in float32.
 
-    against: a mesh, of which `steps` steps are compared; "transformers", for a run of hf:PATH; "devices", the same mesh
-    with each part computed by another device; or the folder of another checkout or Python environment. All but meshes
-    compare the tensors of one step, in the order of computation, with what rounding explains.
+    against: a mesh, of which `steps` steps are compared; "transformers", for a run of hf:PATH;
+    "devices", the same mesh with each part computed by another device; or the folder of another
+    checkout or Python environment. All but meshes compare the tensors of one step, in the order of
+    computation, with what rounding explains.
     tensors: whether those are compared on two meshes even where losses and gradients agree.
     tokens, text: length of what is compared with `transformers`, and a file that begins with it.
     cache: folder of token files and compiled programs; None takes the user's cache folder.
-    devices: use the first so many; None uses all. A run without a mesh takes the default mesh over them.
-    Of several processes all compute the run's mesh; a mesh `against` that fits process 0 is computed by it alone.
-    Raises ConfigError where the run does not fit one of the meshes, DataError, HostError, and WeightsError.
+    devices: use the first so many; None uses all. A run without a mesh takes the default mesh over
+    them. Of several processes all compute the run's mesh; a mesh `against` that fits process 0 is
+    computed by it alone. Raises ConfigError where the run does not fit one of the meshes,
+    DataError, HostError, and WeightsError.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="data=2", layers=1, batch=2, seq=32)

@@ -39,7 +39,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import format_bytes, parse_count
 from meshwright.hardware.aot import require_compiler
-from meshwright.hardware.targets import Target, expand_targets
+from meshwright.hardware.targets import Target, expand_targets, parse_target
 from meshwright.planner.explain import (
     alternatives,
     announced_note,
@@ -48,6 +48,7 @@ from meshwright.planner.explain import (
     fewer_are_faster,
     notes,
     nothing_fits,
+    room_note,
 )
 from meshwright.planner.offers import (
     CHIP_HOURS_PER_FAILURE,
@@ -62,11 +63,13 @@ from meshwright.planner.offers import (
     make_offer,
     rank,
     read_prices,
+    require_price,
 )
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.search import (
     Plan,
     SearchResult,
+    check_size,
     price_mesh,
     rounding_note,
     search,
@@ -174,7 +177,8 @@ class PlanOptions(OfferOptions, RunOptions):
 
     @classmethod
     def base(cls, args: Sequence[str]) -> Base:
-        """Returns the run of a recipe; with --measured the machine of the trace, and without a recipe its run."""
+        """Returns the run of a recipe;
+        with --measured the machine of the trace, and without a recipe its run."""
         folder = value_of(args, "--measured")
         if folder is None:
             return base_run(args)
@@ -239,14 +243,19 @@ class PlanOptions(OfferOptions, RunOptions):
             check_run(self.run, MeshShape())  # a run that no compiler would take needs none
             require_compiler(find_target(self.on))  # before the search
         explained = MeshShape.parse(self.why) if self.why else None
+        tokens = parse_count(self.tokens, "--tokens")
+        market = self.market()
         measured = None
         if self.measured is not None:
             measured = read_measured(self.measured, self.on)
             require_model(measured, self.run)
+        target = find_target(self.on) if measured is None else measured.target
+        for mesh in self.compare or ():
+            check_size(MeshShape.parse(mesh), target)
         began = time.perf_counter()
         plans = _plans(
             self.run,
-            [find_target(self.on) if measured is None else measured.target],
+            [target],
             self.tokens_per_step,
             include=() if explained is None else (explained,),
         )
@@ -255,7 +264,7 @@ class PlanOptions(OfferOptions, RunOptions):
         run = plans[0].run
         offer = None
         if run.model.reads_text:
-            offer = make_offer(plans[0], parse_count(self.tokens, "--tokens"), self.market())
+            offer = make_offer(plans[0], tokens, market)
         remarks = [*self._rounding_notes(), *notes(run, found)]
         page = functools.partial(
             plan_page,
@@ -381,6 +390,7 @@ class PlanOptions(OfferOptions, RunOptions):
         remarks += [announced_note(plan.target) for plan in plans]
         remarks += [batch_note(plan.run, plan.target) for plan in plans]
         remarks += [plan.record_note for plan in plans]
+        remarks += [room_note(plan) for plan in plans]
         remarks += fewer_are_faster([offer.plan for offer in (*found, *found.beyond)])
         return list(dict.fromkeys(note for note in remarks if note))
 
@@ -493,7 +503,8 @@ def offer_json(offer: Offer) -> dict[str, Any]:
 
 
 def error_range_json(found: ErrorRange) -> dict[str, Any]:
-    """Returns the range of published over predicted time as JSON values, with the kinds at its ends."""
+    """Returns the range of published over predicted time as JSON values,
+    with the kinds at its ends."""
     return {"low": found.low, "high": found.high, **dataclasses.asdict(found)}
 
 
@@ -681,6 +692,7 @@ def offers(
         ['h100:1x8', 'v5p:2x2x2']
     """
     market = market or read_market()
+    total = parse_count(str(tokens), "--tokens")
     run, on = own(run), own(on)
     base = find_recipe(run) if isinstance(run, str) else run
     sized_runs = with_batches(base, tokens_per_step)
@@ -688,9 +700,11 @@ def offers(
     targets = [
         name for text in ((on,) if isinstance(on, str) else on) for name in expand_targets(text)
     ]
+    if budget is not None or rank_by == "cost":
+        asked = "--rank-by cost" if budget is None else f"a budget of ${budget:,.0f}"
+        require_price(asked, [parse_target(name).name for name in targets], market)
     found: list[Offer] = []
     refused: dict[str, MeshwrightError] = {}
-    total = parse_count(str(tokens), "--tokens")
     for name in targets:
         for batch in sized_runs:
             sized = dataclasses.replace(batch, model=model)
@@ -727,7 +741,7 @@ def numbers_of_tokens(tokens_per_step: str | int | None) -> list[int]:
             raise ConfigError(
                 f"--tokens-per-step {part}",
                 f"{first} to {last} holds nothing",
-                "--tokens-per-step 1M..4M",
+                f"--tokens-per-step {high}..{low}",
             )
         numbers |= dict.fromkeys(first * 2**n for n in range(int(math.log2(last / first)) + 1))
     return list(numbers)

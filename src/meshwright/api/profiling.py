@@ -68,8 +68,9 @@ def profiled(
 
 @contextlib.contextmanager
 def watched_for_slowness(prepared: Trainable, out: Path) -> Iterator[Trainable]:
-    """Yields the run with a trace of two steps whenever its steps have become slow, once an hour at most."""
-    run = WatchedRun(prepared, _folder_of_process(out))
+    """Yields the run with a trace of two steps whenever its steps have become slow, once an hour
+    at most."""
+    run = WatchedRun(prepared, _folder_of_process(out) / "slow")
     with Closing() as stack:
         stack.callback(run.stop)
         yield cast(Trainable, run)

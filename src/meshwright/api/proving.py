@@ -149,7 +149,8 @@ class ProveOptions(RunOptions):
         return Outcome(record=_to_json(compiled, phases), code=code)
 
     def _devices_here(self, other: Any) -> list[Any]:
-        """Starts as many devices as the run, and the one it is compared with, need; returns them."""
+        """Starts as many devices as the run, and the one it is compared with, need;
+        returns them."""
         sizes = []
         for run in (self.run, other):
             if isinstance(run, Run) and run.mesh is not None:
@@ -342,7 +343,8 @@ def _prepared_for(run: Run, devices: Sequence[Any], device_run: DeviceRun) -> De
 
 
 def _proved(device_run: DeviceRun, target: Target, what: str, fresh: bool) -> tuple[Path, Census]:
-    """Returns the census of a train step, from the cache of proofs or compiled, and its file there."""
+    """Returns the census of a train step, from the cache of proofs or compiled,
+    and its file there."""
     file = default_cache_folder() / "proofs" / f"{cache_key(device_run, target)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     with activity("compile", f"compiling {what}", f"compiled {what}"):

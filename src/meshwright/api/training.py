@@ -88,7 +88,8 @@ class TrainOptions(RunOptions):
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST|slow")] = None
     """Trace these steps into OUT/profile (xprof, Perfetto), and set the measured beside the
     simulated schedule. `slow` traces two steps, once an hour at most, when ten steps take 1.2 times
-    as long as those before, and names a device of this host that computes longer than the others."""
+    as long as those before, and names a device of this host that computes longer than the
+    others."""
     log_every: str = "30s,10"
     """Time between lasting lines of progress: seconds (30s, 5min), steps (10), or both, of which
     the later counts."""

@@ -1,4 +1,5 @@
-"""Calibration file: measured rates of the present devices, as JSON, with which plans and forecasts are made."""
+"""Calibration file: measured rates of the present devices, as JSON,
+with which plans and forecasts are made."""
 
 import dataclasses
 import json
@@ -29,7 +30,8 @@ def calibration_path(cache: Path) -> Path:
 
 
 def calibration_here(cache: Path) -> dict[str, Any] | None:
-    """Returns the calibration in `cache` of the present kind of device; None where it has not been measured."""
+    """Returns the calibration in `cache` of the present kind of device;
+    None where it has not been measured."""
     file = calibration_path(cache)
     return read_calibration(file) if file.is_file() else None
 
@@ -46,10 +48,12 @@ def write_calibration(
 ) -> None:
     """Adds measurements to the calibration in `file`; earlier ones of the same kind are replaced.
 
-    collectives, matmuls: timings of `bench.microbenchmarks`.  mesh: on which the collectives were timed.
+    collectives, matmuls: timings of `bench.microbenchmarks`.
+    mesh: on which the collectives were timed.
     memory_bandwidth: bytes/s that a device reads and writes (`measure_memory_bandwidth`).
-    kernels: `attention`, FLOP/s of the attention kernel in a training step, of which the backward pass counts as 3.5
-    forward passes; `grouped_matmul`, rate of a grouped matmul over that of a dense one of equal FLOPs.
+    kernels: `attention`, FLOP/s of the attention kernel in a training step, of which the backward
+    pass counts as 3.5 forward passes; `grouped_matmul`, rate of a grouped matmul over that of a
+    dense one of equal FLOPs.
     step: rates of traced training steps, with the run that they are of (`bench.step_profile`).
     """
     calibration = read_calibration(file, f"rm {file}") if file.exists() else {}
@@ -76,7 +80,8 @@ def write_calibration(
 def read_calibration(
     file: Path, fix: str = "write it again with meshwright bench"
 ) -> dict[str, Any]:
-    """Reads a calibration. Raises ConfigError, with this fix, where the file is missing or is not a calibration."""
+    """Reads a calibration. Raises ConfigError, with this fix,
+    where the file is missing or is not a calibration."""
     try:
         calibration: dict[str, Any] = read_json(file)
         _check_figures(calibration)
@@ -131,7 +136,8 @@ _OF_STEP = {
 
 
 def _step_figures(step: Any) -> dict[str, Any]:
-    """Returns the figures of a traced step. Raises KeyError or ValueError where something else lacks or is wrong."""
+    """Returns the figures of a traced step.
+    Raises KeyError or ValueError where something else lacks or is wrong."""
     for name, form in _OF_STEP.items():
         if not isinstance(step[name], form):
             raise ValueError(f"step.{name} is not a {form.__name__}")

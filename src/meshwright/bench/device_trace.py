@@ -1,11 +1,12 @@
 """Trace of JAX's profiler read back: how long each device computed, communicated, and waited.
 
-The operations of a device lie on lanes of its plane in the trace (xplane): on a TPU one lane of operations, `XLA Ops`,
-and one of asynchronous operations in flight, `Async XLA Ops`; on a GPU a lane for each stream. Communication is exposed
-while no lane of operations computes. On a TPU an asynchronous collective is on the lane of operations twice, as its
-start and as the time that its done waits, both of them exposed; it is in flight from the one to the other. Which
-operations are collectives is read from the compiled program, whose instructions have the names of the events; a GPU's
-events are kernels, which tell their instruction, and of which NCCL's have its name.
+The operations of a device lie on lanes of its plane in the trace (xplane): on a TPU one lane of
+operations, `XLA Ops`, and one of asynchronous operations in flight, `Async XLA Ops`; on a GPU a
+lane for each stream. Communication is exposed while no lane of operations computes. On a TPU an
+asynchronous collective is on the lane of operations twice, as its start and as the time that its
+done waits, both of them exposed; it is in flight from the one to the other. Which operations are
+collectives is read from the compiled program, whose instructions have the names of the events; a
+GPU's events are kernels, which tell their instruction, and of which NCCL's have its name.
 """
 
 import bisect
@@ -28,7 +29,8 @@ _NCCL = re.compile(
 )
 """Names of kernels that communicate: those of NCCL, and of XLA's own collectives inside a node."""
 _DEVICE = re.compile(r"/device:(TPU|GPU):\d+")
-"""Planes of devices; a TPU's SparseCores have planes of their own, `/device:TPU:0 SparseCore 0`, which are left out."""
+"""Planes of devices; a TPU's SparseCores have planes
+of their own, `/device:TPU:0 SparseCore 0`, which are left out."""
 _GPU_LANE, _TPU_LANE, _TPU_FLIGHTS, _TPU_PROGRAMS = (
     "Stream",
     "XLA Ops",
@@ -50,7 +52,8 @@ class Event:
     communicates: bool
     """Whether it is a collective, or the wait for one."""
     instruction: str = ""
-    """Instruction of the program that an event belongs to; empty where it belongs to none, or its name is it."""
+    """Instruction of the program that an event belongs to;
+    empty where it belongs to none, or its name is it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +92,8 @@ def read_trace(folder: Path, module: Module) -> Trace:
         return Trace({}, [])
     profile = ProfileData.from_file(str(files[-1]))  # its planes do not keep it alive
     with warnings.catch_warnings():
-        # Made at its first use, the type of stats has no module; where warnings are errors the process would abort.
+        # Made at its first use, the type of stats has no module;
+        # where warnings are errors the process would abort.
         warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
         return trace_of(profile.planes, module)
 
@@ -154,7 +158,8 @@ class _Program:
 
     def operations(self, line: Any) -> list[Event]:
         """Returns the events of a lane whose names are instructions."""
-        # On TPUs an event's name is the whole instruction: `%all-gather-done.3 = bf16[...] all-gather-done(...)`.
+        # On TPUs an event's name is the whole instruction: `%all-gather-done.3 = bf16[...]
+        # all-gather-done(...)`.
         named = ((event.name.partition(" = ")[0].lstrip("%"), event) for event in line.events)
         return [
             Event(name, *_start_and_seconds(event), name in self.collective)
@@ -164,7 +169,8 @@ class _Program:
     def kernels(self, line: Any) -> list[Event]:
         """Returns the kernels and copies of a stream, with the instructions that they belong to.
 
-        A kernel inside a CUDA graph (a command buffer) has no `hlo_op` of its own; a fusion's has the fusion's name.
+        A kernel inside a CUDA graph (a command buffer) has no `hlo_op` of its own;
+        a fusion's has the fusion's name.
         """
         events = []
         for event in line.events:
@@ -189,7 +195,8 @@ def _start_and_seconds(event: Any) -> tuple[float, float]:
 
 
 def _tpu_lanes(lines: Sequence[Any], program: _Program) -> list[list[Event]]:
-    """Returns the lane of operations of a TPU; those while another program ran belong to no instruction."""
+    """Returns the lane of operations of a TPU;
+    those while another program ran belong to no instruction."""
     programs = (event for line in lines if line.name == _TPU_PROGRAMS for event in line.events)
     others = union(
         (event.start_ns * _NANOSECOND, (event.start_ns + event.duration_ns) * _NANOSECOND)
@@ -198,7 +205,8 @@ def _tpu_lanes(lines: Sequence[Any], program: _Program) -> list[list[Event]]:
     )
 
     def owned(event: Event) -> Event:
-        """Renames an operation of another program, which keeps the device busy and has no instruction of this one."""
+        """Renames an operation of another program, which keeps the device busy and has no
+        instruction of this one."""
         middle = event.start + event.seconds / 2
         at = bisect.bisect_right(others, (middle, float("inf"))) - 1
         is_foreign = at >= 0 and middle < others[at][1]
@@ -216,8 +224,9 @@ def _flights(
 ) -> list[Interval]:
     """Returns the intervals in which collectives of a TPU were in flight.
 
-    Each done ends the flight of the start before it on the lane of operations. What the trace's own lane of
-    asynchronous operations tells is added: collectives that the SparseCores run have no wait on the other.
+    Each done ends the flight of the start before it on the lane of operations. What the trace's own
+    lane of asynchronous operations tells is added: collectives that the SparseCores run have no
+    wait on the other.
     """
     flights = []
     for lane in lanes:
@@ -255,7 +264,8 @@ def device_time(
 
 
 def innermost(lane: Sequence[Event]) -> list[Event]:
-    """Returns the events of a lane that contain no other: a loop's event contains those of its body."""
+    """Returns the events of a lane that contain no other: a loop's event contains those
+    of its body."""
     ordered = sorted(lane, key=lambda e: (e.start, -e.seconds))
 
     def contains(outer: Event, inner: Event) -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.bench.device_trace import Event, Trace, device_time, innermost
+from meshwright.bench.device_trace import DeviceTime, Event, Trace, device_time, innermost
 from meshwright.formatting import format_step
 from meshwright.hardware.chips import CHIPS
 from meshwright.models.layer_facts import LayerSpec
@@ -44,10 +44,11 @@ class KindsOfTrace:
 
     step: MeasuredStep
     longest: Mapping[str, Sequence[tuple[str, float]]]
-    """The longest operations of each kind, with the seconds of each in a step of one device. Those of a kind add up
-    to its seconds."""
+    """The longest operations of each kind, with the seconds of each in a step of one device. Those
+    of a kind add up to its seconds."""
     slowest: str
-    """The device that computes longest, and how much longer than the median; empty where devices have no lanes."""
+    """The device that computes longest, and how much longer than the median;
+    empty where devices have no lanes."""
     notes: tuple[str, ...] = ()
     """What was scaled, and what the trace has nothing of."""
 
@@ -65,58 +66,92 @@ def kinds_of_trace(
 ) -> KindsOfTrace:
     """Returns the seconds of a traced step by kind.
 
-    Where devices have lanes, operations that compute take together the time in which something computes, and
-    collectives that in which only they run: each kind has its part of the sum of its operations.
+    Where devices have lanes, operations that compute take together the time in which something
+    computes, and collectives that in which only they run: each kind has its part of the sum of its
+    operations.
 
         compute:  |== up ==|  |== out ==|           two operations at once share their time
                      |= down =|
         exposed:                         |== all-reduce ==|
 
-    Collectives take as long as the device takes that reaches each of them last; what the others spend above that is
-    waiting. Threads of simulated devices share cores: where they have more seconds than a step, they are scaled to it.
+    Collectives take as long as the device takes that reaches each of them last; what the others
+    spend above that is waiting. Threads of simulated devices share cores: where they have more
+    seconds than a step, they are scaled to it.
 
-    layers: of the model, whose scopes tell the halves.  labels: kind and axes of collectives by instruction.
-    devices: of the mesh.  local_devices: of them those of this process, of which the trace is.  steps: in the trace.
+    layers: of the model, whose scopes tell the halves.
+    labels: kind and axes of collectives by instruction.
+    devices: of the mesh.
+    local_devices: of them those of this process, of which the trace is.
+    steps: in the trace.
     seconds: wall time of all steps.
     """
-    lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
-    events = [event for lane in lanes for event in innermost(lane)]
-    counted = len(trace.devices) or local_devices
-    share = 1.0 / (counted * steps)
+    devices_of_trace = len(trace.devices) or local_devices
+    share = 1.0 / (devices_of_trace * steps)
     kinds = kinds_of_instructions(module, layers)
-    times_of_devices = [
-        device_time(name, device, trace.flights.get(name, ()))
-        for name, device in trace.devices.items()
-    ]
-    computation = _computation(events, kinds, share)
-    communication = _communication(events, labels, counted, share)
-    notes = []
-    if times_of_devices:
-        compute = sum(time.compute for time in times_of_devices) * share
-        exposed = sum(time.exposed for time in times_of_devices) * share
-        notes += _note_of_streams(computation, compute)
-        computation = _scaled(computation, compute)
-        communication = _scaled(communication, exposed)
-    operations = computation | communication
+    operations, notes = _operations(trace, kinds, labels, devices_of_trace, share)
     step = seconds / steps
     busy = _total(operations)
     if busy > step:
         notes += _note_of_step(busy, step)
         operations = _scaled(operations, step)
-    elsewhere = devices - local_devices
-    if elsewhere:
+    devices_elsewhere = devices - local_devices
+    if devices_elsewhere:
         notes.append(
-            f"waits for the {elsewhere} devices of other processes count as exposed communication"
+            f"waits for the {devices_elsewhere} devices of other processes count as exposed "
+            "communication"
         )
     sums = {kind: sum(operations[kind].values()) for kind in KINDS}
     sums[IDLE] = step - min(busy, step)
-    longest = {
-        kind: sorted(found.items(), key=lambda item: -item[1]) for kind, found in operations.items()
-    }
     flops: dict[str, float] = {str(rate): n for rate, n in least_flops(module).items()}
-    measured = MeasuredStep(sums, counted * steps, KERNEL in kinds.values(), flops, elsewhere)
-    slowest = _slowest([(time.device, time.compute) for time in times_of_devices])
-    return KindsOfTrace(measured, longest, slowest, tuple(notes))
+    return KindsOfTrace(
+        step=MeasuredStep(
+            sums, devices_of_trace * steps, KERNEL in kinds.values(), flops, devices_elsewhere
+        ),
+        longest={kind: _longest_first(found) for kind, found in operations.items()},
+        slowest=_slowest([(time.device, time.compute) for time in _device_times(trace)]),
+        notes=tuple(notes),
+    )
+
+
+def _operations(
+    trace: Trace,
+    kinds: Mapping[str, str],
+    labels: Mapping[str, str],
+    devices: int,
+    share: float,
+) -> tuple[Operations, list[str]]:
+    """Returns the seconds of the operations of a device and step, scaled where devices have lanes
+    to the time in which something computes or only collectives run; and notes of what was scaled.
+
+    devices: of the trace.
+    share: of one device and step in all seconds of the trace.
+    """
+    lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
+    events = [event for lane in lanes for event in innermost(lane)]
+    computation = _computation(events, kinds, share)
+    communication = _communication(events, labels, devices, share)
+    notes: list[str] = []
+    times = _device_times(trace)
+    if times:
+        compute = sum(time.compute for time in times) * share
+        exposed = sum(time.exposed for time in times) * share
+        notes += _note_of_streams(computation, compute)
+        computation = _scaled(computation, compute)
+        communication = _scaled(communication, exposed)
+    return computation | communication, notes
+
+
+def _device_times(trace: Trace) -> list[DeviceTime]:
+    """Returns the time of each device that has lanes."""
+    return [
+        device_time(name, lanes, trace.flights.get(name, ()))
+        for name, lanes in trace.devices.items()
+    ]
+
+
+def _longest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Returns operations with their seconds, the longest first."""
+    return sorted(seconds.items(), key=lambda item: -item[1])
 
 
 def _total(operations: Operations) -> float:
@@ -125,7 +160,8 @@ def _total(operations: Operations) -> float:
 
 
 def _scaled(operations: Operations, seconds: float) -> Operations:
-    """Returns the operations with the seconds of each multiplied by one factor, so that they add up to `seconds`."""
+    """Returns the operations with the seconds of each multiplied by one factor,
+    so that they add up to `seconds`."""
     total = _total(operations)
     if not total:
         return operations
@@ -137,12 +173,14 @@ def _scaled(operations: Operations, seconds: float) -> Operations:
 
 
 def _note_of_streams(computation: Operations, compute: float) -> list[str]:
-    """Returns how much less than the sum of its operations a device computes; empty where they are equal."""
+    """Returns how much less than the sum of its operations a device computes;
+    empty where they are equal."""
     total = _total(computation)
     if not total or compute / total >= _AS_MEASURED:
         return []
     return [
-        f"operations that compute at once share their time: each counts {compute / total:.2f} of its seconds"
+        f"operations that compute at once share their time: each counts {compute / total:.2f} of "
+        "its seconds"
     ]
 
 
@@ -151,8 +189,8 @@ def _note_of_step(busy: float, step: float) -> list[str]:
     if step / busy >= _AS_MEASURED:
         return []
     return [
-        f"operations take {format_step(busy)} of a device in a step of {format_step(step)}: each counts "
-        f"{step / busy:.2f} of its seconds"
+        f"operations take {format_step(busy)} of a device in a step of {format_step(step)}: each "
+        f"counts {step / busy:.2f} of its seconds"
     ]
 
 
@@ -172,7 +210,8 @@ def _computation(events: Iterable[Event], kinds: Mapping[str, str], share: float
 def _communication(
     events: Iterable[Event], labels: Mapping[str, str], devices: int, share: float
 ) -> Operations:
-    """Returns the seconds of each collective in a step of one device, waiting and exposed, by its label."""
+    """Returns the seconds of each collective in a step of one device, waiting and exposed,
+    by its label."""
     times_of = collections.defaultdict[str, list[float]](list)
     for event in events:
         if event.communicates:
@@ -188,7 +227,8 @@ def _communication(
 
 
 def kinds_of_instructions(module: Module, layers: Iterable[LayerSpec]) -> dict[str, str]:
-    """Returns the kind of every instruction that computes. layers: of the model, whose scopes tell the halves."""
+    """Returns the kind of every instruction that computes.
+    layers: of the model, whose scopes tell the halves."""
     halves: dict[str, str] = {}
     for layer in layers:
         halves[layer.attention_scope] = ATTENTION_MATMULS
@@ -216,7 +256,8 @@ def _kind_of(instruction: Instruction, model: CostModel, halves: Mapping[str, st
 
 
 def _waiting(times: Sequence[float], devices: int) -> float:
-    """Returns the seconds that the executions of a collective take above those of the last device to reach it.
+    """Returns the seconds that the executions of a collective take above those
+    of the last device to reach it.
 
     Of so many executions one in `devices` is the last to arrive: the shortest are taken for those.
     """
@@ -233,7 +274,8 @@ def _slowest(compute: Sequence[tuple[str, float]]) -> str:
 
 
 def explain_differences(found: KindsOfTrace, planned: Mapping[str, float]) -> list[str]:
-    """Returns a sentence for each of the largest differences between a trace and a plan: what it is, and of what."""
+    """Returns a sentence for each of the largest differences between a trace
+    and a plan: what it is, and of what."""
     measured = found.step.seconds
     ordered = sorted(KINDS, key=lambda kind: -abs(measured.get(kind, 0.0) - planned.get(kind, 0.0)))
     return [

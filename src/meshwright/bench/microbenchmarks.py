@@ -1,9 +1,11 @@
-"""Time, rate and correctness of collectives over every axis of a mesh, and of matrix products on one device.
+"""Time, rate and correctness of collectives over every axis of a mesh,
+and of matrix products on one device.
 
-Sizes and bandwidths of collectives follow nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size is that of the
-whole array: the output of an all-gather, the input of a reduction, one device's buffer in an all-to-all. Algorithm
-bandwidth is size over time. Bus bandwidth multiplies it by the fraction of the size that crosses a device's links with
-any algorithm, so that it can be compared with the bandwidth of the hardware.
+Sizes and bandwidths of collectives follow nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md). The
+size is that of the whole array: the output of an all-gather, the input of a reduction, one device's
+buffer in an all-to-all. Algorithm bandwidth is size over time. Bus bandwidth multiplies it by the
+fraction of the size that crosses a device's links with any algorithm, so that it can be compared
+with the bandwidth of the hardware.
 """
 
 import csv
@@ -30,12 +32,14 @@ _MIN_CALLS, _MAX_CALLS = 5, 50
 _CALLS_TOGETHER = 20
 """Calls where several processes take part, which must make equally many."""
 _ROUND = 16
-"""Calls of a round on an accelerator, which follow each other on the device: the host takes about 0.1 ms to start one
-and to see its end. Simulated devices finish each call first: their threads would wait for each other."""
+"""Calls of a round on an accelerator, which follow each other on the device: the host takes about
+0.1 ms to start one and to see its end. Simulated devices finish each call first: their threads
+would wait for each other."""
 
 
 def median_seconds(function: Callable[..., Any], *arguments: Any) -> tuple[float, int]:
-    """Returns the median seconds of a call, over rounds of calls that are awaited together, and the calls timed."""
+    """Returns the median seconds of a call, over rounds of calls that are awaited together,
+    and the calls timed."""
     jax.block_until_ready(function(*arguments))
     times: list[float] = []
     together = 1 if jax.default_backend() == "cpu" else _ROUND
@@ -107,8 +111,8 @@ COLLECTIVES: dict[str, Collective] = {
         bus_factor=lambda n: 1.0,
     ),
 }
-"""Collectives that can be timed, by the name that `--kinds` takes; `ring-shift` is a collective-permute to the next
-device."""
+"""Collectives that can be timed, by the name that `--kinds` takes; `ring-shift` is a
+collective-permute to the next device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,26 +158,16 @@ def time_collectives(
 
 
 def time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveTiming:
-    """Times one collective over one axis. size: bytes, rounded up to a multiple of 4 * devices^2."""
-    collective, n = COLLECTIVES[kind], mesh.shape[axis]
+    """Times one collective over one axis.
+    size: bytes, rounded up to a multiple of 4 * devices^2."""
+    collective = COLLECTIVES[kind]
+    n = mesh.shape[axis]
     elements = max(n * n, -(-size // (4 * n * n)) * n * n)
-    local = collective.local_elements(elements, n)
-    # Small integers: their sums are exact in float32 in any order.
-    blocks = (
-        (np.arange(n * local, dtype=np.int64) * 2654435761 % 251)
-        .astype(np.float32)
-        .reshape(n, local)
-    )
+    blocks = _small_integers(n, collective.local_elements(elements, n))
     x = jax.device_put(blocks.reshape(-1), NamedSharding(mesh, P(axis)))
-
-    def run(block: jax.Array) -> jax.Array:
-        return collective.run(block, axis)
-
-    sharded = jax.shard_map(
-        run, mesh=mesh, in_specs=P(axis), out_specs=collective.output_spec(axis), check_vma=False
-    )
-    compiled: Any = jax.jit(sharded).lower(x).compile()
-    result, expected = compiled(x), collective.expected(blocks)
+    compiled = _compiled_collective(collective, mesh, axis, x)
+    result = compiled(x)
+    expected = collective.expected(blocks)
     # Each process sees the blocks of its own devices.
     correct = all(
         np.array_equal(np.asarray(shard.data), expected[shard.index])
@@ -181,14 +175,42 @@ def time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveTi
     )
     seconds, calls = median_seconds(compiled, x)
     bandwidth = 4 * elements / seconds
-    bus = bandwidth * collective.bus_factor(n)
-    return CollectiveTiming(kind, axis, n, 4 * elements, seconds, calls, bandwidth, bus, correct)
+    return CollectiveTiming(
+        kind,
+        axis,
+        n,
+        4 * elements,
+        seconds,
+        calls,
+        bandwidth,
+        bandwidth * collective.bus_factor(n),
+        correct,
+    )
+
+
+def _small_integers(devices: int, elements: int) -> np.ndarray:
+    """Returns integers below 251 as float32 [devices, elements]: their sums are exact
+    in any order."""
+    numbers = np.arange(devices * elements, dtype=np.int64) * 2654435761 % 251
+    return numbers.astype(np.float32).reshape(devices, elements)
+
+
+def _compiled_collective(collective: Collective, mesh: Mesh, axis: str, x: jax.Array) -> Any:
+    """Compiles a collective of blocks of x over an axis of the mesh."""
+
+    def run(block: jax.Array) -> jax.Array:
+        return collective.run(block, axis)
+
+    out_specs = collective.output_spec(axis)
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=P(axis), out_specs=out_specs, check_vma=False)
+    return jax.jit(sharded).lower(x).compile()
 
 
 _CHECKED_ROWS = 4
 """Rows of a product that are compared with numpy's."""
 _RELATIVE_ERROR = {"bfloat16": 1e-2, "float16": 2e-3}
-"""Largest relative error by dtype: the result is rounded to 8 and 11 significant bits; others are exact."""
+"""Largest relative error by dtype: the result is rounded to 8 and 11 significant bits;
+others are exact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,16 +239,16 @@ def time_matmul(m: int, k: int, n: int, dtype: str) -> MatmulTiming:
     result = np.asarray(compiled(x, w)[:_CHECKED_ROWS], np.float32)
     correct = np.allclose(result, expected, rtol=_RELATIVE_ERROR.get(dtype, 1e-6))
     # Products of such integers take less power, with which an H100 keeps a higher clock.
-    keys = jax.random.split(jax.random.key(0))
-    x, w = (
-        jax.random.normal(key, a.shape).astype(dtype) for key, a in zip(keys, (x, w), strict=True)
-    )
+    x_key, w_key = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(x_key, x.shape).astype(dtype)
+    w = jax.random.normal(w_key, w.shape).astype(dtype)
     seconds, calls = median_seconds(compiled, x, w)
     return MatmulTiming(m, k, n, dtype, seconds, calls, 2.0 * m * k * n / seconds, bool(correct))
 
 
 def measure_memory_bandwidth(size: int) -> float:
-    """Returns the bytes/s that one device reads and writes, measured by adding 1 to an array of `size` bytes."""
+    """Returns the bytes/s that one device reads and writes, measured by adding 1
+    to an array of `size` bytes."""
     x = jnp.zeros(size // 4, jnp.float32)
     compiled: Any = jax.jit(lambda x: x + 1).lower(x).compile()
     seconds, _ = median_seconds(lambda: compiled(x))

@@ -1,7 +1,8 @@
-"""Slow devices of a traced step: by their own computation, since all devices end a collective together.
+"""Slow devices of a traced step: by their own computation, since all devices end a
+collective together.
 
 device 4    | compute 3.0 | collective 3.0            | compute 1.0 |
-device 5    | compute 4.0         | collective 2.0    | compute 1.0 |    a fourth longer, for which the others wait
+device 5    | compute 4.0         | collective 2.0    | compute 1.0 |   a fourth longer: others wait
 device 6    | compute 3.0 | collective 3.0            | compute 1.0 |
 """
 
@@ -35,7 +36,8 @@ def devices_have_equal_work(device_run: DeviceRun) -> bool:
 
 
 def computations(trace: Trace, *, steps: int, process: int, host: str) -> list[Computation]:
-    """Returns the computation of each device in the trace of one process; none of simulated devices."""
+    """Returns the computation of each device in the trace of one process;
+    none of simulated devices."""
     found = []
     for plane, lanes in trace.devices.items():
         name = plane.removeprefix("/device:")
@@ -45,7 +47,8 @@ def computations(trace: Trace, *, steps: int, process: int, host: str) -> list[C
 
 
 def name_slow_devices(devices: Sequence[Computation]) -> list[str]:
-    """Returns a sentence for each device that computes longer than most. devices: of all processes."""
+    """Returns a sentence for each device that computes longer than most.
+    devices: of all processes."""
     if len(devices) < FEWEST:
         return []
     median = statistics.median(device.seconds for device in devices)
@@ -53,7 +56,7 @@ def name_slow_devices(devices: Sequence[Computation]) -> list[str]:
     slow.sort(key=lambda device: -device.seconds)
     return [
         f"{device.device} computes {format_step(device.seconds)} of a step besides collectives, "
-        f"{device.seconds / median:.2f} times the median of {len(devices)} devices: the others wait for it, which is slow "
-        "(clock, heat) or has more to do (tokens of its experts)"
+        f"{device.seconds / median:.2f} times the median of {len(devices)} devices: the others "
+        "wait for it, which is slow (clock, heat) or has more to do (tokens of its experts)"
         for device in slow
     ]

@@ -1,4 +1,5 @@
-"""Profile of some steps of a training: traced by JAX's profiler, and set beside the simulated schedule.
+"""Profile of some steps of a training: traced by JAX's profiler,
+and set beside the simulated schedule.
 
 The folder of a profile has files for xprof (TensorBoard) and for ui.perfetto.dev.
 """
@@ -50,12 +51,13 @@ from xlacensus.hlo.parser import Module
 from xlacensus.schedule import SimulatedSchedule
 
 _HOST = (
-    "Simulated devices share the cores of this machine: figures are thread seconds per device, a collective's include "
-    "waiting for the other devices, and nothing overlaps as it would on accelerators."
+    "Simulated devices share the cores of this machine: figures are thread seconds per device, a "
+    "collective's include waiting for the other devices, and nothing overlaps as it would on "
+    "accelerators."
 )
 _TPU = (
-    "On a TPU a collective counts as its start and the wait for its end, and its simulated seconds are those exposed; "
-    "communication is the time in which one is in flight."
+    "On a TPU a collective counts as its start and the wait for its end, and its simulated seconds "
+    "are those exposed; communication is the time in which one is in flight."
 )
 _GPU = (
     "On a GPU a collective counts from the beginning to the end of its kernel, overlapped or not."
@@ -93,7 +95,8 @@ class Profile:
 
 
 def parse_steps(text: str, steps: int) -> tuple[int, int]:
-    """Parses `10:13`, the first and the last step of a run of `steps`. Raises ConfigError on anything else."""
+    """Parses `10:13`, the first and the last step of a run of `steps`.
+    Raises ConfigError on anything else."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or not 1 < int(match[1]) <= int(match[2]) <= steps:
         raise ConfigError(
@@ -105,7 +108,8 @@ def parse_steps(text: str, steps: int) -> tuple[int, int]:
 
 
 class ProfiledRun:
-    """A run as the training loop takes it (`Trainable`), whose steps `first` to `last` are traced into `folder`."""
+    """A run as the training loop takes it (`Trainable`),
+    whose steps `first` to `last` are traced into `folder`."""
 
     def __init__(self, prepared: Trainable, first: int, last: int, folder: Path):
         self._prepared, self._first, self._last, self._folder = prepared, first, last, folder
@@ -121,8 +125,8 @@ class ProfiledRun:
     def feed(self, start: Position) -> Batches:
         """Returns the run's batches, and counts steps from there on.
 
-        A run that returns to a checkpoint while its steps are traced begins the trace again, where its first step
-        comes again.
+        A run that returns to a checkpoint while its steps are traced begins the trace again, where
+        its first step comes again.
         """
         self._step = start.step
         self.stop()
@@ -174,9 +178,15 @@ class ProfiledRun:
             "",
         )
         if target is None:
-            note = "Nothing is known of this device, so nothing is simulated (meshwright bench measures it)."
+            note = (
+                "Nothing is known of this device, so nothing is simulated (meshwright bench "
+                "measures it)."
+            )
         elif device_run.layout.shape.stage > 1:
-            note = "Stages take different branches of one program, whose times are not simulated by instruction."
+            note = (
+                "Stages take different branches of one program, whose times are not simulated by "
+                "instruction."
+            )
         else:
             schedule = simulate_run(module, device_run, target)
         count = self._last - self._first + 1
@@ -219,7 +229,8 @@ class ProfiledRun:
         )
 
     def _slow_devices(self, trace: Trace, steps: int) -> list[str]:
-        """Names the devices of all processes that compute longer than most. All processes call it together."""
+        """Names the devices of all processes that compute longer than most.
+        All processes call it together."""
         if not devices_have_equal_work(self._prepared.device_run):
             return []
         mine = computations(
@@ -256,7 +267,8 @@ def calibration_of_step(
 ) -> dict[str, Any]:
     """Returns the rates of a traced step and what they are of, as a calibration has them.
 
-    target: hardware of the devices with the fractions of its plans; None where nothing is known of them.
+    target: hardware of the devices with the fractions of its plans;
+    None where nothing is known of them.
     """
     devices = device_run.mesh.size
     has_data_sheet = target is not None and target.name in CHIPS
@@ -289,8 +301,10 @@ def compare(
 ) -> tuple[list[ProfileRow], str]:
     """Returns the lines of a profile, and what its figures mean on these devices.
 
-    mesh: degree of each axis.  local_devices: of this process, whose threads a trace of simulated devices has.
-    steps: steps in the trace.  seconds: wall time of all of them.
+    mesh: degree of each axis.
+    local_devices: of this process, whose threads a trace of simulated devices has.
+    steps: steps in the trace.
+    seconds: wall time of all of them.
     """
     tpu = any("TPU" in name for name in trace.devices)
     lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
@@ -319,7 +333,8 @@ def compare(
 
 
 def _parts(trace: Trace, schedule: SimulatedSchedule | None, steps: int) -> list[ProfileRow]:
-    """Returns compute, exposed communication and idle time of the mean device; nothing of simulated devices."""
+    """Returns compute, exposed communication and idle time of the mean device;
+    nothing of simulated devices."""
     times = [
         device_time(name, lanes, trace.flights.get(name, ()))
         for name, lanes in trace.devices.items()
@@ -360,7 +375,8 @@ def _grouped(
 
 
 def _simulated_by_name(schedule: SimulatedSchedule, *, exposed: bool) -> dict[str, float]:
-    """Returns the seconds of each instruction in a step. exposed: of collectives, those in which nothing else ran."""
+    """Returns the seconds of each instruction in a step.
+    exposed: of collectives, those in which nothing else ran."""
     sums: dict[str, float] = collections.defaultdict(float)
     for span in schedule.spans:
         if span.kind != "loop":
@@ -370,7 +386,8 @@ def _simulated_by_name(schedule: SimulatedSchedule, *, exposed: bool) -> dict[st
 
 
 def _collective_labels(module: Module, mesh: dict[str, int]) -> dict[str, str]:
-    """Returns kind and axes of every collective by the name of its instruction, and of what waits for it."""
+    """Returns kind and axes of every collective by the name of its instruction,
+    and of what waits for it."""
     labels: dict[str, str] = {}
     for instruction in module:
         started = instruction

@@ -1,4 +1,5 @@
-"""Tensors of a checkpoint, read and written block by block without devices: blocks bound the memory of a conversion."""
+"""Tensors of a checkpoint, read and written block by block
+without devices: blocks bound the memory of a conversion."""
 
 import dataclasses
 import functools
@@ -74,8 +75,8 @@ class StoredTensors:
     ) -> Iterator[tuple[Index, np.ndarray]]:
         """Yields the blocks of a tensor, without its rows beyond `shape` where that is given.
 
-        Raises CheckpointError where a block cannot be read, and after the last one where the tensor is not what was
-        saved: what was done with the blocks is then worthless.
+        Raises CheckpointError where a block cannot be read, and after the last one where the tensor
+        is not what was saved: what was done with the blocks is then worthless.
         """
         if name not in self.manifest.tensors:
             raise self._damaged(f"it has no tensor {name!r}", "another checkpoint of the run")
@@ -139,7 +140,8 @@ def _within(shape: tuple[int, ...], index: Index, values: np.ndarray) -> tuple[I
 
 
 def stored_tensors(folder: Path, at: int | None) -> StoredTensors:
-    """Returns the tensors of the checkpoint of step `at` in a folder of checkpoints, or of the last complete one."""
+    """Returns the tensors of the checkpoint of step `at` in a folder of checkpoints,
+    or of the last complete one."""
     manifest = manifest_of(folder, at)
     return StoredTensors(folder / str(manifest.step), manifest)
 
@@ -152,7 +154,8 @@ def add_fingerprints(a: Fingerprint, b: Fingerprint) -> Fingerprint:
 def block_fingerprint(
     block: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]
 ) -> Fingerprint:
-    """Returns what a block adds to the fingerprint of its tensor; the sums over all blocks are the fingerprint.
+    """Returns what a block adds to the fingerprint of its tensor;
+    the sums over all blocks are the fingerprint.
 
     index: of the block in the tensor.  shape: of the tensor.
     """

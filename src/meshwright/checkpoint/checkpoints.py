@@ -1,12 +1,14 @@
-"""Checkpoints of a training run: written in the background, committed atomically, verified by fingerprints.
+"""Checkpoints of a training run: written in the background, committed atomically, verified
+by fingerprints.
 
-Every process writes the shards on its devices. A checkpoint is committed when the shards of all processes are written:
-on a file system its folder has a temporary name (`600.tmp`) until then, and in a bucket, which has no renames, the
-manifest is written last. A folder without a manifest is not a checkpoint.
+Every process writes the shards on its devices. A checkpoint is committed when the shards of all
+processes are written: on a file system its folder has a temporary name (`600.tmp`) until then, and
+in a bucket, which has no renames, the manifest is written last. A folder without a manifest is not
+a checkpoint.
 
-The fingerprint of every tensor is stored in the checkpoint's manifest and compared after the restore. Fingerprints do
-not depend on the layout: a checkpoint written on one mesh is verified on another, and each device reads and hashes only
-its own shards.
+The fingerprint of every tensor is stored in the checkpoint's manifest and compared after the
+restore. Fingerprints do not depend on the layout: a checkpoint written on one mesh is verified on
+another, and each device reads and hashes only its own shards.
 """
 
 import concurrent.futures
@@ -86,9 +88,11 @@ from meshwright.storage.writing import make_folder, write_atomically, write_text
 _READERS = 8
 """Tensors that are read at a time."""
 _BARRIER_SECONDS = 7 * 24 * 3600
-"""The watchdog ends a save that stalls: how long one may take depends on its bytes and on the store."""
+"""The watchdog ends a save that stalls: how long one may take depends on its bytes and
+on the store."""
 _shared_saves = itertools.count()
-"""Number of the next save into a shared folder; all processes make those in the same order, others each alone."""
+"""Number of the next save into a shared folder;
+all processes make those in the same order, others each alone."""
 LAYOUT = "layout.json"
 """File of a checkpoint of a single process: which slices of the tensors it has."""
 _FLOATING = ("float32", "bfloat16")
@@ -99,11 +103,13 @@ class UnreadableError(CheckpointError):
 
 
 _KINDS = ("store", "for now", "request", "damage")
-"""Failures to read a checkpoint. That of a bucket is named before that of a host, and damage last."""
+"""Failures to read a checkpoint.
+That of a bucket is named before that of a host, and damage last."""
 
 
 def _saved_fields(state: State) -> dict[str, Any]:
-    """Fields of the state that a checkpoint has; `healthy` is not saved, because only a healthy state is."""
+    """Fields of the state that a checkpoint has;
+    `healthy` is not saved, because only a healthy state is."""
     fields = {"step": state.step, "params": state.params, "optimizer": state.optimizer}
     return fields | ({"variables": state.variables} if state.variables else {})
 
@@ -114,13 +120,17 @@ def named_tensors(state: State) -> dict[str, Any]:
 
 
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
-    """Checkpoints in one folder. Close it, or use it in a `with` statement, so that the last one is committed.
+    """Checkpoints in one folder. Close it, or use it in a `with` statement,
+    so that the last one is committed.
 
-    max_to_keep: checkpoints to keep when another is saved; None opens it only for reading.  reach: `shared` for a
-    folder that all processes write to, each the shards that it owns; `process` for a folder of this process, into which
-    it writes all shards that it has (`trainer.tiers`).  saves: called as `Phases.saves`.  patience: seconds in which
-    one of the tensors that are read has to come; None waits for ever.  root: folder, this one or one that it is in,
-    that must stay the one that it is now; it is made here and never again.
+    max_to_keep: checkpoints to keep when another is saved; None opens it only for reading.
+    reach: `shared` for a folder that all processes write to, each the shards that it owns;
+    `process` for a folder of this process, into which it writes all shards that it has
+    (`trainer.tiers`).
+    saves: called as `Phases.saves`.
+    patience: seconds in which one of the tensors that are read has to come; None waits for ever.
+    root: folder, this one or one that it is in, that must stay the one that it is now;
+    it is made here and never again.
     """
 
     def __init__(
@@ -197,7 +207,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         with waiting("the devices"):
             hashes = jax.device_get(fingerprints(in_order))
         shards = host_shards(in_order, owned=owned)
-        # One tensor at a time is on the devices in the order of the layers, in addition to the state.
+        # One tensor at a time is on the devices in the order of the layers,
+        # in addition to the state.
         for name, x in permuted_in_layer_order(tensors, device_run.layout.params):
             with waiting("the devices"):
                 hashes |= jax.device_get(fingerprints({name: x}))
@@ -269,7 +280,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             self._saves("save")
 
     def wait(self) -> None:
-        """Waits until the last save is committed. Raises CheckpointError where it could not be written."""
+        """Waits until the last save is committed.
+        Raises CheckpointError where it could not be written."""
         if self.abandoned:
             return
         pending, self._pending = self._pending, None
@@ -288,7 +300,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         last_words.wait_for_nothing()
 
     def check(self) -> None:
-        """Raises CheckpointError where the save in progress has failed on this host; the others wait for it."""
+        """Raises CheckpointError where the save in progress has failed on this host;
+        the others wait for it."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -303,13 +316,16 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 self._root.close()
 
     def manifest(self, step: int | None = None) -> Manifest:
-        """Returns the manifest of the checkpoint of `step`, or of the last complete one; process 0 reads it for all."""
+        """Returns the manifest of the checkpoint of `step`, or of the last complete one;
+        process 0 reads it for all."""
         return manifest_of(self.folder, step, answer_of_the_first)
 
     def restore(self, device_run: DeviceRun, step: int | None = None) -> tuple[State, Manifest]:
-        """Returns the state of `step`, or of the last complete checkpoint, in the shardings of `device_run`, verified.
+        """Returns the state of `step`, or of the last complete checkpoint,
+        in the shardings of `device_run`, verified.
 
-        Raises CheckpointError naming the first tensor that differs from the model's in shape or type, or is damaged.
+        Raises CheckpointError naming the first tensor that differs from the model's
+        in shape or type, or is damaged.
         """
         manifest = self.manifest(step)
         return self.read(device_run, manifest), manifest
@@ -317,8 +333,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def read(self, device_run: DeviceRun, manifest: Manifest, *, sends: bool = True) -> State:
         """Returns the verified state of the checkpoint that `manifest` describes.
 
-        sends: a slice of a tensor is read by the first of the processes that have it, and sent to the others over the
-        devices; without it each process reads all that it has.
+        sends: a slice of a tensor is read by the first of the processes that have it, and sent to
+        the others over the devices; without it each process reads all that it has.
         """
         abstract = device_run.abstract
         if "step" not in manifest.tensors:
@@ -337,7 +353,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def restore_params(
         self, device_run: DeviceRun, step: int | None = None
     ) -> tuple[Tree, Manifest]:
-        """Returns the verified parameters of `step`, or of the last complete checkpoint, without the optimizer state.
+        """Returns the verified parameters of `step`,
+        or of the last complete checkpoint, without the optimizer state.
 
         A checkpoint of another type is converted after it is verified.
         """
@@ -367,7 +384,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     ) -> dict[str, jax.Array]:
         """Returns the tensors of a checkpoint in the rows and shardings of `expected`, verified.
 
-        other: tensor of the checkpoint that the model does not have, for which it is refused.  sends: as of `read`.
+        other: tensor of the checkpoint that the model does not have, for which it is refused.
+        sends: as of `read`.
         """
         abstract = abstract_in_layer_order(expected, device_run.layout.params)
         _check_tensors(manifest, abstract, device_run.layout.params)
@@ -399,7 +417,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _read_shards(
         self, manifest: Manifest, abstract: dict[str, Any], *, owned: bool
     ) -> dict[str, jax.Array]:
-        """Returns tensors in the shapes and shardings of `abstract`; those of another shape are cut or padded.
+        """Returns tensors in the shapes and shardings of `abstract`;
+        those of another shape are cut or padded.
 
         owned: as of `read_shards`.  All processes take what they have read, or none does.
         """
@@ -428,7 +447,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return tensors
 
     def _wait_for_tensors(self, futures: list[concurrent.futures.Future[Any]]) -> None:
-        """Waits until all tensors are read. Raises TimeoutError where the store has answered none for `patience`."""
+        """Waits until all tensors are read.
+        Raises TimeoutError where the store has answered none for `patience`."""
         remaining = set(futures)
         while remaining:
             done, remaining = concurrent.futures.wait(
@@ -445,7 +465,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _fail_together(
         self, manifest: Manifest, failure: tuple[str, str] | None, cause: Exception | None = None
     ) -> None:
-        """Raises the same error in all processes where one has met a failure: its kind, and what is wrong.
+        """Raises the same error in all processes where one has met a failure: its kind,
+        and what is wrong.
 
         The first of `_KINDS` counts, of whichever process.
         """
@@ -471,7 +492,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         raise StorageError(asked, truth, "the same command later")
 
     def set_aside(self, after: int) -> None:
-        """Moves checkpoints newer than `after`, complete or not, into the folder `set-aside` beside this one."""
+        """Moves checkpoints newer than `after`, complete or not,
+        into the folder `set-aside` beside this one."""
         if jax.process_index() == 0:
             for step in sorted(all_steps(self.folder)):
                 if step > after:
@@ -498,7 +520,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     @contextlib.contextmanager
     def _explained(self, action: str) -> Iterator[None]:
-        """Raises an error of the store as one that names the folder and the last intact checkpoint."""
+        """Raises an error of the store as one that names the folder
+        and the last intact checkpoint."""
         try:
             yield
         except MeshwrightError:
@@ -509,7 +532,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
 
 def _failures_by_process(failures: Sequence[Any]) -> list[list[Any]]:
-    """Returns process, kind and text of each failure. failures: of each process, None where it has none."""
+    """Returns process, kind and text of each failure.
+    failures: of each process, None where it has none."""
     return [[process, *failure] for process, failure in enumerate(failures) if failure]
 
 
@@ -532,10 +556,12 @@ def _kind_of(error: Exception) -> str:
 
 
 def _check_tensors(manifest: Manifest, expected: dict[str, Any], params: Tree) -> None:
-    """Raises CheckpointError naming the first of the `expected` tensors whose name, shape or type differs.
+    """Raises CheckpointError naming the first of the `expected` tensors whose name, shape
+    or type differs.
 
-    Tables that differ only in the padding of the vocabulary agree. expected: arrays or ShapeDtypeStructs by dotted
-    name, with one row per layer. params: descriptions of the model's parameters.
+    Tables that differ only in the padding of the vocabulary agree. expected: arrays or
+    ShapeDtypeStructs by dotted name, with one row per layer. params: descriptions of the model's
+    parameters.
     """
     padded = {name: p.rows for name, p in named_leaves(params).items() if p.rows is not None}
     # Parameters first: a parameter that differs makes its optimizer state differ too.
@@ -556,7 +582,8 @@ def _check_tensors(manifest: Manifest, expected: dict[str, Any], params: Tree) -
 def _differs_in_padding(
     stored: tuple[int, ...], expected: tuple[int, ...], rows: int | None
 ) -> bool:
-    """Returns whether two shapes of a table differ only in padding after `rows` rows; None is of another tensor."""
+    """Returns whether two shapes of a table differ only in padding after `rows` rows;
+    None is of another tensor."""
     if rows is None or stored[1:] != expected[1:]:
         return False
     return min(stored[0], expected[0]) >= rows
@@ -570,7 +597,8 @@ def _mismatch(manifest: Manifest, truth: str) -> CheckpointError:
 def write_error(action: str, folder: Path, error: Exception) -> MeshwrightError:
     """Returns the error of an operation that the store refused. action: what was done.
 
-    A store without room is RoomError, one that did not answer UnavailableError, all else CheckpointError.
+    A store without room is RoomError, one that did not answer UnavailableError, all
+    else CheckpointError.
     """
     asked = f"{action} in {folder}"
     full = getattr(error, "errno", None) in NO_ROOM
@@ -605,7 +633,8 @@ def _last_intact(folder: Path, *, with_size: bool) -> str:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises CheckpointError where a local output folder cannot be made or written; leaves nothing there."""
+    """Raises CheckpointError where a local output folder cannot be made or written;
+    leaves nothing there."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -619,7 +648,8 @@ def check_writable(folder: Path) -> None:
 
 
 def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: int = 0) -> None:
-    """Raises RoomError (of a bucket: StorageError) where `folder` cannot take `max_to_keep` + 1 checkpoints.
+    """Raises RoomError (of a bucket: StorageError) where `folder` cannot take `max_to_keep` +
+    1 checkpoints.
 
     replaced: checkpoints that are there, and will make room for newer ones.
     """
@@ -642,6 +672,7 @@ def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: 
         kept += f" ({replaced} of them are there, so {more} more need room)"
     raise RoomError(
         f"output folder {folder}",
-        f"a checkpoint takes up to {size / 2**20:.1f} MiB, {kept}, and {free / 2**20:.1f} MiB are free",
+        f"a checkpoint takes up to {size / 2**20:.1f} MiB, {kept}, and {free / 2**20:.1f} MiB are "
+        "free",
         "a folder with more space, or a smaller --training.max-to-keep",
     )

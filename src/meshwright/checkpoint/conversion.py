@@ -1,4 +1,5 @@
-"""Conversion between Hugging Face folders and runs, block by block: resumable, with checksums, in bounded memory."""
+"""Conversion between Hugging Face folders and runs, block by block: resumable,
+with checksums, in bounded memory."""
 
 import dataclasses
 import fcntl
@@ -100,16 +101,16 @@ class Conversion(Brief):
         """Returns what was written, and where."""
         notes = "".join(f"; {shortened(note, 200)}" for note in first_of(self.notes))
         return (
-            f"{self.architecture}: {format_count(self.parameters)} parameters in {self.tensors:,} tensors of "
-            f"{self.dtype}, in {self.out}{notes}"
+            f"{self.architecture}: {format_count(self.parameters)} parameters in {self.tensors:,} "
+            f"tensors of {self.dtype}, in {self.out}{notes}"
         )
 
 
 class Journal:
     """A folder under construction: `OUT.partial`, with the tensors that are done.
 
-    Continues where an earlier conversion of the same `source` was interrupted: JSON values that identify what is
-    converted. Raises ConfigError where `out` exists.
+    Continues where an earlier conversion of the same `source` was interrupted: JSON values that
+    identify what is converted. Raises ConfigError where `out` exists.
     """
 
     def __init__(self, out: Path, source: Any, total: int, say: Say):
@@ -133,7 +134,8 @@ class Journal:
             say(f"going on in {self.folder}: {self.resumed} of {total} parameters are done")
 
     def _held(self) -> int:
-        """Holds the lock on the folder until this process ends. Raises ConfigError where another process has it."""
+        """Holds the lock on the folder until this process ends.
+        Raises ConfigError where another process has it."""
         number = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         weakref.finalize(self, os.close, number)
         try:
@@ -156,13 +158,15 @@ class Journal:
         if not self._file.is_file() and any(self.folder.iterdir()):
             truth = f"{self.folder} exists, and no conversion wrote it"
             raise ConfigError(f"converting into {self.out}", truth, "another folder")
-        # Another source, or another version of it: what is there is of no use. The lock is on the folder itself.
+        # Another source, or another version of it: what is there is of no use.
+        # The lock is on the folder itself.
         for path in self.folder.iterdir():
             remove_tree(path, below=self.folder.parent)
         return {}
 
     def convert(self, params: dict[str, Param], convert_one: Callable[[str, Param], Any]) -> None:
-        """Converts the parameters that are not done. convert_one: returns what is recorded of a parameter on disk."""
+        """Converts the parameters that are not done.
+        convert_one: returns what is recorded of a parameter on disk."""
         for number, (path, p) in enumerate(params.items(), 1):
             if path not in self.done:
                 self._say(f"{number}/{self._total} {path} {list(unpadded_shape(p))}")
@@ -184,7 +188,8 @@ class Journal:
 
 
 def check_sums(folder: Path, say: Say) -> None:
-    """Compares the files of a folder with its checksums, where it has them. Raises WeightsError where one differs."""
+    """Compares the files of a folder with its checksums, where it has them.
+    Raises WeightsError where one differs."""
     if not (folder / SUMS).is_file():
         return
     try:
@@ -214,11 +219,12 @@ def write_sums(folder: Path) -> None:
 
 
 def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conversion:
-    """Converts the model `hf:NAME` into the output folder `out`: Run, tokenizer, and a checkpoint of step 0.
+    """Converts the model `hf:NAME` into the output folder `out`: Run, tokenizer,
+    and a checkpoint of step 0.
 
-    The weights keep their type: bfloat16, or float32 for any other. Memory is bounded by the largest block
-    (`BLOCK_BYTES`) and the stored tensor that it is part of. Raises WeightsError for anything missing, unknown or
-    damaged, ConfigError where `out` exists.
+    The weights keep their type: bfloat16, or float32 for any other. Memory is bounded by the
+    largest block (`BLOCK_BYTES`) and the stored tensor that it is part of. Raises WeightsError for
+    anything missing, unknown or damaged, ConfigError where `out` exists.
     """
     weights = open_folder(source)
     dtypes = {path: DTYPES[_CODES[p.stored or weights.dtype]] for path, p in weights.params.items()}
@@ -258,7 +264,8 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
 
 
 def _identity_of_files(weights: WeightsFolder) -> list[list[Any]]:
-    """Returns path, size and time of each file that a conversion reads, by which it knows its source again."""
+    """Returns path, size and time of each file that a conversion reads,
+    by which it knows its source again."""
     files = {entry.file.resolve() for entry in weights.entries.values()}
     files.add(weights.folder.path / "config.json")
     return [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]
@@ -301,12 +308,13 @@ def count_parameters(params: dict[str, Param]) -> int:
     return sum(int(np.prod(unpadded_shape(p))) for p in params.values())
 
 
-# Parameter by parameter, and block by block of each; a parameter that is done is recorded in the journal:
+# Parameter by parameter, and block by block of each;
+# a parameter that is done is recorded in the journal:
 #
-#   checkpoint                        Hugging Face files (under OUT.partial, moved to OUT at the end)
+#   checkpoint                        Hugging Face files (in OUT.partial, moved to OUT at the end)
 #   params.blocks.query [L, D, N H]   model.layers.0.self_attn.q_proj.weight [N H, D] of layer 0,
-#     block [0:1]  --- transposed -->   then of layer 1, ...: views of memory-mapped files of at most
-#     block [1:2]  --- transposed -->   `largest_file` bytes, which are written in place
+#     block [0:1]  --- transposed -->   then of layer 1, ...: views of memory-mapped files of
+#     block [1:2]  --- transposed -->   at most `largest_file` bytes, which are written in place
 def export_weights(
     source: Path,
     out: Path,
@@ -318,11 +326,12 @@ def export_weights(
 ) -> Conversion:
     """Converts the checkpoint of a run in the folder `source` into the Hugging Face folder `out`.
 
-    at: step of the checkpoint; None takes the last.  dtype: float32 or bfloat16; None keeps that of the checkpoint.
-    Adapters are merged, W + (alpha / r) A B in float32 (`export_adapter` writes them by themselves). Memory is bounded
-    by the checkpoint's largest chunk. Every tensor is compared with the checkpoint's fingerprint.
-    Raises CheckpointError for a damaged checkpoint, WeightsError for a model that no architecture expresses,
-    ConfigError where `out` exists.
+    at: step of the checkpoint; None takes the last.
+    dtype: float32 or bfloat16; None keeps that of the checkpoint. Adapters are merged, W + (alpha /
+    r) A B in float32 (`export_adapter` writes them by themselves). Memory is bounded by the
+    checkpoint's largest chunk. Every tensor is compared with the checkpoint's fingerprint. Raises
+    CheckpointError for a damaged checkpoint, WeightsError for a model that no architecture
+    expresses, ConfigError where `out` exists.
     """
     tensors = stored_tensors(source / "checkpoints", at)
     run = tensors.manifest.run
@@ -374,7 +383,8 @@ def _merged(tensors: StoredTensors) -> "StoredTensors | MergedTensors":
 
 
 def _other_parts(source: Path, config: dict[str, Any]) -> tuple[OtherParts | None, tuple[str, ...]]:
-    """Returns the other parts of a larger model that an export gives back, and what to say of them."""
+    """Returns the other parts of a larger model that an export gives back,
+    and what to say of them."""
     others = read_other_parts(source / KEPT)
     if others is None:
         return None, ()
@@ -382,8 +392,8 @@ def _other_parts(source: Path, config: dict[str, Any]) -> tuple[OtherParts | Non
     if "text_config" in config:
         return others, (f"other parts of the model: {count} tensors, given back as they came",)
     note = (
-        f"other parts of the model: {count} tensors are left out, since the text model has other fields than "
-        "the one that came with them"
+        f"other parts of the model: {count} tensors are left out, since the text model has other "
+        "fields than the one that came with them"
     )
     return None, (note,)
 
@@ -399,7 +409,8 @@ def _identity_of_export(tensors: StoredTensors, plan: "FilePlan") -> list[Any]:
 
 
 def _name_in_files(name: str, others: OtherParts | None) -> str:
-    """Returns the name under which a tensor of the text model is written: that of the larger model, if it has one."""
+    """Returns the name under which a tensor of the text model is written: that
+    of the larger model, if it has one."""
     if others is None:
         return name
     return others.prefix.name_in_larger_model(name)
@@ -480,10 +491,12 @@ def _plan_files(
     dtype: str,
     largest_file: int,
 ) -> FilePlan:
-    """Returns the tensors of an export and their files. others: parts of a larger model, which come last."""
+    """Returns the tensors of an export and their files.
+    others: parts of a larger model, which come last."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path, p in params.items():
-        # What is float32 at rest is so in the folder: `transformers` keeps the bias of DeepSeek's router so too.
+        # What is float32 at rest is so in the folder: `transformers` keeps the bias
+        # of DeepSeek's router so too.
         code = _CODES[p.stored or dtype]
         shape = stored[path].stored_shape(p)
         for name in stored[path].names(p):
@@ -513,8 +526,10 @@ def write_json(file: Path, document: Any) -> None:
 
 
 def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]]:
-    """Returns architecture and config.json of a run's model: those it came with, where the model is still the same."""
-    # The longest sequence is a field of a model with learned positions, and else the longest that was trained on.
+    """Returns architecture and config.json of a run's model: those it came with,
+    where the model is still the same."""
+    # The longest sequence is a field of a model with learned positions,
+    # and else the longest that was trained on.
     longest = 0 if run.model.spec().max_seq else run.training.seq
     ids: dict[str, Any] = {}
     kept = source / KEPT
@@ -545,11 +560,12 @@ def _is_same_model(folder: ModelFolder, run: Run) -> bool:
 
 
 def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Conversion:
-    """Writes the adapters of the run in the folder `source` as the folder `out`, which `peft` loads.
+    """Writes the adapters of the run in the folder `source` as the folder `out`,
+    which `peft` loads.
 
-    at: step of the checkpoint; None takes the last. The base that adapter_config.json names is that of the run.
-    Raises ConfigError where the run has no adapters or `out` exists, CheckpointError for a damaged checkpoint,
-    WeightsError for matrices of which PEFT has no adapter.
+    at: step of the checkpoint; None takes the last. The base that adapter_config.json names is that
+    of the run. Raises ConfigError where the run has no adapters or `out` exists, CheckpointError
+    for a damaged checkpoint, WeightsError for matrices of which PEFT has no adapter.
     """
     run = run_in_folder(source)
     if run.finetune.method != "lora":
@@ -581,7 +597,10 @@ def _base_of_adapter(run: Run) -> tuple[str, tuple[str, ...]]:
     start = run.init_from or ""
     base = start.removeprefix(PREFIX)
     if not start.startswith(PREFIX):
-        note = f"the base that adapter_config.json names, {base}, is a run: convert it too and change the name"
+        note = (
+            f"the base that adapter_config.json names, {base}, is a run: convert it too and change "
+            "the name"
+        )
         return base, (note,)
     folder = find_folder(start, weights=False)
     if Path(base).expanduser().is_dir():
@@ -591,15 +610,16 @@ def _base_of_adapter(run: Run) -> tuple[str, tuple[str, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class MergedTensors:
-    """Reader of a checkpoint's W + (alpha / r) A B, in float32 where a weight has an adapter or is quantised."""
+    """Reader of a checkpoint's W + (alpha / r) A B,
+    in float32 where a weight has an adapter or is quantised."""
 
     tensors: StoredTensors
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:
         """Yields the blocks of the weight `name`, without its rows beyond `shape`.
 
-        All codes of a quantised weight are read, and dequantised layer by layer. Raises CheckpointError where a tensor
-        cannot be read, or is not what was saved.
+        All codes of a quantised weight are read, and dequantised layer by layer. Raises
+        CheckpointError where a tensor cannot be read, or is not what was saved.
         """
         manifest = self.tensors.manifest
         blocks = self._dequantised(name, shape)
@@ -651,7 +671,8 @@ class MergedTensors:
 
 
 def _product(a: np.ndarray, b: np.ndarray, index: Index) -> np.ndarray:
-    """Returns a block of A B. a: [L, in..., r].  b: [L, r, out...].  index: of the block of [L, in..., out...]."""
+    """Returns a block of A B. a: [L, in..., r].  b: [L, r, out...].
+    index: of the block of [L, in..., out...]."""
     layers = index[0]
     input_dims = a.ndim - 2
     inputs = index[1 : 1 + input_dims]

@@ -8,16 +8,19 @@ SALTS = (0x9E3779B9, 0x85EBCA77)
 
 @jax.jit
 def fingerprints(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns a fingerprint, uint32[2], of each tensor: sums over elements of two hashes of (bits, global index).
+    """Returns a fingerprint, uint32[2], of each tensor: sums over elements of two hashes
+    of (bits, global index).
 
-    Each hash is a bijection of the element's bits (the finaliser of MurmurHash3), so one changed element always
-    changes the sum. Elements whose bits are all zero add nothing, so padding rows of zeros do not change it. Each
-    device hashes its own shard; 8 bytes per tensor are reduced over the mesh.
+    Each hash is a bijection of the element's bits (the finaliser of MurmurHash3), so one changed
+    element always changes the sum. Elements whose bits are all zero add nothing, so padding rows of
+    zeros do not change it. Each device hashes its own shard; 8 bytes per tensor are reduced over
+    the mesh.
     """
     hashes: dict[str, jax.Array] = {}
     last = jnp.uint32(0)
     for name, x in tensors.items():
-        # One tensor after another: a compiler that does not fuse the hash into its sum has those of one in memory.
+        # One tensor after another: a compiler that does not fuse the hash
+        # into its sum has those of one in memory.
         x, _ = jax.lax.optimization_barrier((x, last))
         hashes[name] = jnp.stack([_hash_sum(x, salt) for salt in SALTS])
         last = hashes[name][0]
@@ -32,7 +35,8 @@ def _hash_sum(x: jax.Array, salt: int) -> jax.Array:
 
 
 def sum_of_hashes(x: jax.Array, index: jax.Array, salt: int) -> jax.Array:
-    """Returns one hash of (bits, index) summed over the elements of `x`. index: of each in the whole tensor, uint32."""
+    """Returns one hash of (bits, index) summed over the elements of `x`.
+    index: of each in the whole tensor, uint32."""
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")

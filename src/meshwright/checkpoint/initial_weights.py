@@ -32,17 +32,20 @@ from meshwright.storage.transfer import copy_file, files_of
 from meshwright.storage.writing import write_atomically
 
 _FREE = ("vocab_multiple",)
-"""Fields of a model in which a run may differ from its weights without a word: they change no number."""
+"""Fields of a model in which a run may differ from its weights
+without a word: they change no number."""
 
 Then = Callable[[str, jax.Array], Any]
 """`(path, weight) -> what is kept of it`."""
 
 
 def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree:
-    """Returns the weights that `Run.init_from` names, in the shardings and the type of the run's parameters.
+    """Returns the weights that `Run.init_from` names,
+    in the shardings and the type of the run's parameters.
 
-    out: output folder, into which tokenizer files, chat template and configuration of the weights are copied.
-    Raises WeightsError or CheckpointError where they are not those of the run's model, are missing or damaged.
+    out: output folder, into which tokenizer files, chat template and configuration of the weights
+    are copied. Raises WeightsError or CheckpointError where they are not those of the run's model,
+    are missing or damaged.
     """
     run = device_run.run
     assert run.init_from is not None
@@ -74,7 +77,8 @@ def _keep_template(template: str, target: Path) -> None:
 
 
 def _load(init_from: str, device_run: DeviceRun, then: Then) -> Tree:
-    """Returns the weights of a run without adapters; each is given to `then` before the next is loaded."""
+    """Returns the weights of a run without adapters;
+    each is given to `then` before the next is loaded."""
     if is_hugging_face(init_from):
         weights = open_folder(init_from)
         dtype = device_run.run.training.param_dtype
@@ -102,9 +106,11 @@ def load_run(folder: Path, device_run: DeviceRun) -> Tree:
 
 
 def changed_fields(run: Run) -> dict[str, tuple[Any, Any]]:
-    """Returns the fields of the model that differ from those its weights were trained with: (theirs, the run's).
+    """Returns the fields of the model that differ
+    from those its weights were trained with: (theirs, the run's).
 
-    Raises WeightsError where the weights are of another family, or fields differ that change shapes.
+    Raises WeightsError where the weights are of another family,
+    or fields differ that change shapes.
     """
     assert run.init_from is not None
     foreign = is_hugging_face(run.init_from)
@@ -146,7 +152,8 @@ def describe_initial_weights(run: Run) -> str:
 def without_adapters(device_run: DeviceRun) -> DeviceRun:
     """Returns the run without adapters or reference on the same devices.
 
-    Its parameters have the type of those of the run; with a frozen base that is the compute dtype, or float32.
+    Its parameters have the type of those of the run;
+    with a frozen base that is the compute dtype, or float32.
     """
     run = device_run.run
     dtype = "float32" if run.finetune.base == "float32" else run.training.compute_dtype
@@ -158,7 +165,8 @@ def without_adapters(device_run: DeviceRun) -> DeviceRun:
 
 
 def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
-    """Returns the run without adapters or reference, and its parameters W + (alpha / r) A B, summed in float32."""
+    """Returns the run without adapters or reference,
+    and its parameters W + (alpha / r) A B, summed in float32."""
     base = without_adapters(device_run)
     together = functools.partial(
         merged, scale=device_run.run.finetune.scale, like=base.abstract.params
@@ -167,10 +175,12 @@ def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree
 
 
 def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree]) -> Tree:
-    """Returns the parameters of a run with adapters: its base, kept as the run asks, and adapters to begin with.
+    """Returns the parameters of a run with adapters: its base, kept as the run asks,
+    and adapters to begin with.
 
-    load: `(run without adapters, then) -> weights`, which gives each weight to `then` before it loads the next, so
-    that only one at a time is unquantised. The adapters are drawn from the run's seed.
+    load: `(run without adapters, then) -> weights`, which gives each weight to `then` before it
+    loads the next, so that only one at a time is unquantised. The adapters are drawn from the run's
+    seed.
     """
     base = without_adapters(device_run)
     unquantised = named_leaves(base.layout.params)

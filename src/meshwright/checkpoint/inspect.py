@@ -23,13 +23,15 @@ class Listed:
     bytes: int | None
     """Bytes of the tensors; None where the manifest cannot be read."""
     written: float | None
-    """Time of its manifest, in a bucket of its beginning, in seconds since 1970; None where that is unknown."""
+    """Time of its manifest, in a bucket of its beginning, in seconds since 1970;
+    None where that is unknown."""
     state: str
     """`whole`, or what is wrong with it."""
 
 
 def find_checkpoints(out: Path) -> Path:
-    """Returns the folder of checkpoints of the output folder `out`, or `out` where it is one itself.
+    """Returns the folder of checkpoints of the output folder `out`,
+    or `out` where it is one itself.
 
     Raises CheckpointError where there are none.
     """
@@ -65,7 +67,8 @@ def list_checkpoints(folder: Path) -> list[Listed]:
 
 
 def _begun_at(file: Path) -> float | None:
-    """Returns the time in a file of `STARTED`: a bucket's driver does not tell that of an object."""
+    """Returns the time in a file of `STARTED`: a bucket's driver does not tell that
+    of an object."""
     try:
         return float(file.read_text())
     except (OSError, ValueError):
@@ -75,7 +78,8 @@ def _begun_at(file: Path) -> float | None:
 def verify_checkpoint(
     tensors: StoredTensors, say: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """Reads every tensor of a checkpoint block by block and compares its fingerprint; returns what is damaged.
+    """Reads every tensor of a checkpoint block by block and compares its fingerprint;
+    returns what is damaged.
 
     say: called with a line about each tensor.
     """

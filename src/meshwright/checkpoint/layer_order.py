@@ -1,8 +1,8 @@
 """Conversion of stacked tensors between the rows of a pipeline and the order of the layers.
 
-Where a pipeline is uneven or interleaved, the rows of a stack are permuted, and padded with rows of zeros, so that
-each stage's layers are contiguous (`Param.order`). A checkpoint has one row per layer, in order, so that it can be
-restored on a mesh with other stages.
+Where a pipeline is uneven or interleaved, the rows of a stack are permuted, and padded with rows of
+zeros, so that each stage's layers are contiguous (`Param.order`). A checkpoint has one row per
+layer, in order, so that it can be restored on a mesh with other stages.
 """
 
 import dataclasses
@@ -20,9 +20,11 @@ from meshwright.sharding.params import Param, Tree, layers_to_rows, named_leaves
 
 
 def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, Any]:
-    """Returns shapes and shardings of `tensors` with one row per layer; tensors whose rows are in order stay as is.
+    """Returns shapes and shardings of `tensors` with one row per layer;
+    tensors whose rows are in order stay as is.
 
-    The layers stay sharded over `stage` where their number divides; otherwise another dimension that divides is.
+    The layers stay sharded over `stage` where their number divides;
+    otherwise another dimension that divides is.
     tensors: arrays or ShapeDtypeStructs by dotted name, params: descriptions of the parameters.
     """
     abstract = dict(tensors)
@@ -38,7 +40,8 @@ def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, 
 
 
 def _without_sharded_rows(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding whose axes of the rows are moved to another dimension that they divide, if there is one."""
+    """Returns a sharding whose axes of the rows are moved to another dimension
+    that they divide, if there is one."""
     axes_by_dim = [_axes(sharding, dim) for dim in range(len(shape))]
     dim = _other_dimension(shape, sharding)
     if dim is not None:
@@ -51,7 +54,8 @@ def _without_sharded_rows(shape: tuple[int, ...], sharding: NamedSharding) -> Na
 def permuted_in_layer_order(
     tensors: dict[str, jax.Array], params: Tree
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yields the tensors whose rows are permuted with one row per layer, in order, on the device."""
+    """Yields the tensors whose rows are permuted with one row per layer, in order,
+    on the device."""
     abstract = abstract_in_layer_order(tensors, params)
     for name, p in permuted_params(tensors, params).items():
         x = tensors[name]
@@ -61,7 +65,8 @@ def permuted_in_layer_order(
 def to_row_order(
     tensors: dict[str, jax.Array], like: dict[str, Any], params: Tree
 ) -> dict[str, jax.Array]:
-    """Returns the inverse of `permuted_in_layer_order`, and takes the tensors out of `tensors` one by one.
+    """Returns the inverse of `permuted_in_layer_order`,
+    and takes the tensors out of `tensors` one by one.
 
     like: the tensors of the state, with their shapes and shardings.
     """
@@ -91,11 +96,13 @@ def reordering(
 ) -> Any:
     """Returns the jitted conversion of one tensor: `rows_to_layers` or `layers_to_rows`.
 
-    Permuting rows that are sharded over `stage` would gather all of them on every device. So an all-to-all first moves
-    `stage` from the rows to another dimension, and one moves it back afterwards, for a piece of the tensor at a time:
-    the temporary memory is at most half of a local shard where a third dimension can be cut into eight. A tensor
-    without a dimension that divides, such as a bias of few elements, is gathered.
-    row_shape, row_sharding: of the tensor as its parameter's rows are.  layer_sharding: in the order of the layers.
+    Permuting rows that are sharded over `stage` would gather all of them on every device. So an
+    all-to-all first moves `stage` from the rows to another dimension, and one moves it back
+    afterwards, for a piece of the tensor at a time: the temporary memory is at most half of a local
+    shard where a third dimension can be cut into eight. A tensor without a dimension that divides,
+    such as a bias of few elements, is gathered.
+    row_shape, row_sharding: of the tensor as its parameter's rows are.
+    layer_sharding: in the order of the layers.
     """
     source = layer_sharding
     target = row_sharding
@@ -125,8 +132,9 @@ class _Permutation:
 
     On two stages, with rows 0 2 | 1 3 that become 0 1 | 2 3, and halves a and b of dimension `dim`:
 
-        stage 0: 0a 0b 2a 2b   all-to-all   0a 2a 1a 3a   convert   0a 1a 2a 3a   all-to-all   0a 0b 1a 1b
-        stage 1: 1a 1b 3a 3b                0b 2b 1b 3b             0b 1b 2b 3b                2a 2b 3a 3b
+        stage  rows           all-to-all     convert        all-to-all
+        0      0a 0b 2a 2b -> 0a 2a 1a 3a -> 0a 1a 2a 3a -> 0a 0b 1a 1b
+        1      1a 1b 3a 3b -> 0b 2b 1b 3b -> 0b 1b 2b 3b -> 2a 2b 3a 3b
     """
 
     convert: Callable[[Any], Any]
@@ -172,7 +180,8 @@ def _pieces(size: int) -> int:
 
 
 def permuted_params(tensors: dict[str, Any], params: Tree) -> dict[str, Param]:
-    """Returns the names of the tensors whose rows are permuted, with the parameter that they belong to."""
+    """Returns the names of the tensors whose rows are permuted,
+    with the parameter that they belong to."""
     by_path = {path: p for path, p in named_leaves(params).items() if p.order is not None}
     permuted: dict[str, Param] = {}
     for name, x in tensors.items():
@@ -198,7 +207,8 @@ def _degree(sharding: NamedSharding, dim: int) -> int:
 
 
 def _other_dimension(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
-    """Returns the first dimension after the rows that the axes of the rows divide further, None if there is none."""
+    """Returns the first dimension after the rows that the axes
+    of the rows divide further, None if there is none."""
     degree = _degree(sharding, 0)
     return next(
         (d for d in range(1, len(shape)) if shape[d] % (_degree(sharding, d) * degree) == 0), None

@@ -1,4 +1,5 @@
-"""Manifest: the description of a checkpoint, stored beside its tensors as JSON, and which checkpoints a folder has."""
+"""Manifest: the description of a checkpoint, stored beside its tensors as JSON, and which
+checkpoints a folder has."""
 
 import contextlib
 import dataclasses
@@ -63,10 +64,12 @@ class Manifest:
     identity: str = ""
     """Identity of the run, made when it began; "" of checkpoints that have none."""
     began: tuple[int, int] | None = None
-    """Step and cursor from which `cursor` counts: of the start that wrote the checkpoint, or to which it returned."""
+    """Step and cursor from which `cursor` counts: of the start that wrote the checkpoint,
+    or to which it returned."""
 
     def write(self, step_folder: Path) -> None:
-        """Writes the manifest into the folder of a checkpoint, whose tensors are written: this completes it."""
+        """Writes the manifest into the folder of a checkpoint,
+        whose tensors are written: this completes it."""
         file = step_folder / MANIFEST
         make_folder(file.parent.parent, file.parent.name)
         write_atomically(file, json.dumps(self.to_dict()))
@@ -87,7 +90,8 @@ class Manifest:
 
 
 def read_document(step_folder: Path) -> dict[str, Any]:
-    """Reads the JSON of a manifest, and looks for links that leave its folder. Raises OSError, ValueError, KeyError."""
+    """Reads the JSON of a manifest, and looks for links that leave its folder.
+    Raises OSError, ValueError, KeyError."""
     check_inside(step_folder.parent, [step_folder])
     if not in_bucket(step_folder):  # a bucket has no links
         attempt(lambda: _check_links(step_folder))
@@ -111,7 +115,8 @@ def _parse(data: dict[str, Any], step_folder: Path) -> Manifest:
 
 
 def _check_links(folder: Path) -> None:
-    """Raises ValueError naming a link in `folder` that leaves it, or an entry that is neither file nor folder."""
+    """Raises ValueError naming a link in `folder` that leaves it,
+    or an entry that is neither file nor folder."""
     pending = [folder]
     while pending:
         with os.scandir(pending.pop()) as entries:
@@ -126,14 +131,16 @@ def _check_links(folder: Path) -> None:
 
 
 Send = Callable[[Callable[[], Any]], Any]
-"""Calls a function and returns its JSON; with several processes, in process 0 for all (`answer_of_the_first`)."""
+"""Calls a function and returns its JSON; with several processes, in process 0 for all
+(`answer_of_the_first`)."""
 
 
 def manifest_of(folder: Path, step: int | None, send: Send = lambda read: read()) -> Manifest:
-    """Returns the manifest of a checkpoint in the folder `folder`: that of `step`, or of the last complete one.
+    """Returns the manifest of a checkpoint in the folder `folder`: that of `step`,
+    or of the last complete one.
 
-    Raises CheckpointError where there is none, DamagedError where it is not what was written, and UnavailableError
-    where this host cannot read it for now.
+    Raises CheckpointError where there is none, DamagedError where it is not what was written, and
+    UnavailableError where this host cannot read it for now.
     """
 
     def read() -> list[Any]:
@@ -149,7 +156,8 @@ def manifest_of(folder: Path, step: int | None, send: Send = lambda read: read()
 def steps_to_take(folder: Path, step: int | None) -> list[int]:
     """Returns the complete checkpoints in a folder, newest first; `step` alone where that is given.
 
-    One that is newer and not complete is left out with a line on standard error. Raises CheckpointError.
+    One that is newer and not complete is left out with a line on standard error.
+    Raises CheckpointError.
     """
     steps = committed_steps(folder)
     partial = partial_steps(folder)

@@ -39,7 +39,8 @@ class Moved:
 def plan_move(source: Path, target: Path, at: int | None) -> list[Moved]:
     """Returns what a move would do. at: step of the only checkpoint to move; None takes all.
 
-    Raises CheckpointError where there is no such checkpoint, or the target has another one of the same step.
+    Raises CheckpointError where there is no such checkpoint,
+    or the target has another one of the same step.
     """
     if source == target or target.is_relative_to(source) or source.is_relative_to(target):
         raise CheckpointError(
@@ -91,10 +92,13 @@ def move_checkpoints(
     then: Literal["delete", "keep"],
     say: Callable[[str], None],
 ) -> list[Moved]:
-    """Copies checkpoints and files of a run, reads every copy back, and only then deletes the source.
+    """Copies checkpoints and files of a run, reads every copy back,
+    and only then deletes the source.
 
-    Started again after it was cut off, it continues where it was. Moving a single step keeps the source's other files.
-    then: what becomes of the source. Raises CheckpointError or StorageError; the source is then as it was.
+    Started again after it was cut off, it continues where it was.
+    Moving a single step keeps the source's other files.
+    then: what becomes of the source. Raises CheckpointError or StorageError;
+    the source is then as it was.
     """
     refuse_links(target, depth=5)
     planned = plan_move(source, target, at)

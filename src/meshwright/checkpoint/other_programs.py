@@ -4,8 +4,9 @@
     tensors in its names and order  -- blocks -->   model.safetensors, written in place
     config.json, tokenizer          -- copied -->   config.json, tokenizer
 
-The names and order of each program are in `hugging_face`; here is what every one of them needs: headers are written and
-compared with the model first, then tensors block by block, so that an interrupted conversion goes on.
+The names and order of each program are in `hugging_face`; here is what every one of them needs:
+headers are written and compared with the model first, then tensors block by block, so that an
+interrupted conversion goes on.
 """
 
 import dataclasses
@@ -98,11 +99,13 @@ class OtherCheckpoint:
 def import_torch_checkpoint(
     source: Path, out: Path, *, largest_file: int = LARGEST_FILE, say: Say = lambda line: None
 ) -> Conversion:
-    """Converts a checkpoint of `torch.distributed.checkpoint` that torchtitan or Megatron wrote into a Hugging Face folder.
+    """Converts a checkpoint of `torch.distributed.checkpoint` that torchtitan or Megatron wrote
+    into a Hugging Face folder.
 
-    source: folder with `.metadata`, and with the config.json of its model.  out: the Hugging Face folder. The weights
-    keep their type. Memory is bounded by the largest chunk. Raises WeightsError for anything missing, unknown or
-    damaged, ConfigError where `out` exists.
+    source: folder with `.metadata`, and with the config.json of its model.
+    out: the Hugging Face folder. The weights keep their type. Memory is bounded by the largest
+    chunk. Raises WeightsError for anything missing, unknown or damaged, ConfigError where `out`
+    exists.
     """
     tensors, objects = read_tensors_and_objects(source)
     read = _megatron(source, tensors, len(objects))
@@ -112,7 +115,8 @@ def import_torch_checkpoint(
 
 
 def _torchtitan(source: Path, stored: Mapping[str, TorchTensor]) -> OtherCheckpoint:
-    """Names the tensors of a checkpoint of torchtitan. Raises WeightsError where it is of another model."""
+    """Names the tensors of a checkpoint of torchtitan.
+    Raises WeightsError where it is of another model."""
     model = _model_of(source, "torchtitan", (LLAMA_NAME,))
     llama: Any = model.model
     tensors, notes = named_tensors(source, stored, llama.heads, llama.kv_heads)
@@ -122,7 +126,8 @@ def _torchtitan(source: Path, stored: Mapping[str, TorchTensor]) -> OtherCheckpo
 def _megatron(
     source: Path, stored: Mapping[str, TorchTensor], objects: int
 ) -> OtherCheckpoint | None:
-    """Names the tensors of a checkpoint of Megatron; None for one of another program. Raises WeightsError as above."""
+    """Names the tensors of a checkpoint of Megatron; None for one of another program.
+    Raises WeightsError as above."""
     if not is_megatron(stored):
         return None
     model = _model_of(source, "Megatron", MEGATRON_ARCHITECTURES)
@@ -131,12 +136,14 @@ def _megatron(
 
 
 def _model_of(source: Path, program: str, known: tuple[str, ...]) -> ModelFolder:
-    """Returns the model of a folder's config.json. Raises WeightsError where its names in a program are not known."""
+    """Returns the model of a folder's config.json.
+    Raises WeightsError where its names in a program are not known."""
     model = read_model(str(source.absolute()))
     if model.architecture.name not in known:
         raise WeightsError(
             f"converting {source}",
-            f"its config.json is of {model.architecture.name}, and names in {program} are known of {', '.join(known)}",
+            f"its config.json is of {model.architecture.name}, and names in {program} are known of "
+            f"{', '.join(known)}",
             "a Hugging Face folder, written by the program that saved it",
         )
     return model
@@ -153,16 +160,19 @@ def _torch_files(source: Path, stored: Mapping[str, TorchTensor]) -> frozenset[P
 def import_maxtext_checkpoint(
     source: Path, out: Path, *, largest_file: int = LARGEST_FILE, say: Say = lambda line: None
 ) -> Conversion:
-    """Converts a checkpoint of MaxText's Llama, Mistral or Mixtral into the Hugging Face folder `out`.
+    """Converts a checkpoint of MaxText's Llama, Mistral or Mixtral
+    into the Hugging Face folder `out`.
 
-    source: folder of Orbax with `_METADATA`, or the step's folder around it, and with the config.json of its model. The
-    weights keep their type. Raises WeightsError for anything missing, unknown or damaged, ConfigError where `out` exists.
+    source: folder of Orbax with `_METADATA`, or the step's folder around it, and with the
+    config.json of its model. The weights keep their type. Raises WeightsError for anything missing,
+    unknown or damaged, ConfigError where `out` exists.
     """
     return _convert(_read_maxtext(source), out, largest_file, say)
 
 
 def _read_maxtext(source: Path) -> OtherCheckpoint:
-    """Reads names and shapes of a checkpoint of MaxText. Raises WeightsError where it is of another model."""
+    """Reads names and shapes of a checkpoint of MaxText.
+    Raises WeightsError where it is of another model."""
     model = _model_of(source, "MaxText", ARCHITECTURES)
     items = items_of(source)
     assert items is not None
@@ -193,7 +203,8 @@ def _convert(source: OtherCheckpoint, out: Path, largest_file: int, say: Say) ->
 
 
 def _check_tied(source: OtherCheckpoint, weights: WeightsFolder) -> None:
-    """Raises WeightsError where config.json ties the output layer to the embedding, and the checkpoint has another one."""
+    """Raises WeightsError where config.json ties the output layer to the embedding, and the
+    checkpoint has another one."""
     try:
         check_tied(weights)
     except WeightsError as error:
@@ -201,7 +212,8 @@ def _check_tied(source: OtherCheckpoint, weights: WeightsFolder) -> None:
 
 
 def _write_headers(source: OtherCheckpoint, plan: FilePlan, folder: Path) -> WeightsFolder:
-    """Writes all but the values of the tensors; returns the folder, compared with the model of its config.json.
+    """Writes all but the values of the tensors;
+    returns the folder, compared with the model of its config.json.
 
     Raises WeightsError where names or shapes are of another model: before a weight is read.
     """

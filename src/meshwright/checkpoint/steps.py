@@ -11,9 +11,11 @@ from meshwright.storage.paths import in_bucket, path_of
 from meshwright.storage.removing import remove_file, remove_tree, rename
 
 MANIFEST = "manifest/metadata"
-"""File of a checkpoint that is written last and deleted first: without it a folder is not a checkpoint."""
+"""File of a checkpoint that is written last and deleted first:
+without it a folder is not a checkpoint."""
 STARTED = "started"
-"""Folder with a file for each checkpoint that was begun, and when: a bucket lists it without listing all shards."""
+"""Folder with a file for each checkpoint that was begun,
+and when: a bucket lists it without listing all shards."""
 
 
 def committed_steps(folder: Path) -> list[int]:
@@ -22,7 +24,8 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def partial_steps(folder: Path) -> list[int]:
-    """Returns the steps whose checkpoint has no manifest, oldest first: writing or copying was cut off."""
+    """Returns the steps whose checkpoint has no manifest, oldest first: writing
+    or copying was cut off."""
     return [step for step, complete in _completeness(folder).items() if not complete]
 
 
@@ -34,8 +37,8 @@ def _completeness(folder: Path) -> dict[int, bool]:
 def _is_complete(manifest: Path) -> bool:
     """Whether a manifest is there, with text in it.
 
-    A manifest that this host cannot look at for now raises UnavailableError: a checkpoint is never taken for one that
-    was cut off because a file server did not answer.
+    A manifest that this host cannot look at for now raises UnavailableError: a checkpoint is never
+    taken for one that was cut off because a file server did not answer.
     """
     if in_bucket(manifest):
         return manifest.is_file()  # an object is written completely or not at all
@@ -61,7 +64,8 @@ def _numbers_in(folder: Path) -> list[int]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Returns the names in a folder; none where there is no such folder. Raises UnavailableError, CheckpointError."""
+    """Returns the names in a folder; none where there is no such folder.
+    Raises UnavailableError, CheckpointError."""
     if in_bucket(folder):
         return [path.name for path in folder.iterdir()]
     try:
@@ -81,9 +85,11 @@ def unreadable(folder: Path, error: OSError) -> MeshwrightError:
 
 
 def remove_checkpoint(folder: Path, step: int) -> None:
-    """Deletes a checkpoint. What a kill leaves is not taken for a checkpoint, and goes at the next start of the run.
+    """Deletes a checkpoint. What a kill leaves is not taken for a checkpoint,
+    and goes at the next start of the run.
 
-    A bucket cannot rename, so there the manifest goes first. On a disk the folder gets another name first.
+    A bucket cannot rename, so there the manifest goes first.
+    On a disk the folder gets another name first.
     """
     checkpoint = folder / str(step)
     below = folder.parent

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint: their format, written and read by the shards of devices.
 
-A tensor is a Zarr array without compression, a folder of the tensor's name in `state`. A shard is one chunk of it, or
-several. `checkpoint.blocks` reads and writes them without devices.
+A tensor is a Zarr array without compression, a folder of the tensor's name in `state`. A shard is
+one chunk of it, or several. `checkpoint.blocks` reads and writes them without devices.
 """
 
 import functools
@@ -39,7 +39,8 @@ Shards = dict[str, list[tuple[Index, np.ndarray]]]
 def block_shape(
     shape: tuple[int, ...], itemsize: int, largest: int = BLOCK_BYTES
 ) -> tuple[int, ...]:
-    """Returns the shape of the blocks of a tensor: slowest dimensions are cut first, so blocks are contiguous."""
+    """Returns the shape of the blocks of a tensor: slowest dimensions are cut first,
+    so blocks are contiguous."""
     block = list(shape)
     for dim in range(len(block)):
         inner = math.prod(shape[dim + 1 :]) * itemsize
@@ -89,7 +90,8 @@ def write_shards(
     creates: bool,
     wrote: Callable[[], None],
 ) -> None:
-    """Writes the shards of this process. creates: writes the arrays' descriptions too, which one process does.
+    """Writes the shards of this process.
+    creates: writes the arrays' descriptions too, which one process does.
 
     abstract: shapes, types and shardings of the tensors.  wrote: called after each shard.
     """
@@ -118,7 +120,8 @@ def _finish(state: Path, part: Any, values: np.ndarray, started: Any) -> None:
 
 
 def layout_of(tensors: dict[str, Any]) -> str:
-    """Returns a digest of which slices of which tensors this process has: its shards serve no other layout.
+    """Returns a digest of which slices of which tensors this process has: its shards serve no
+    other layout.
 
     tensors: arrays or ShapeDtypeStructs with shardings, by name.
     """
@@ -130,9 +133,11 @@ def layout_of(tensors: dict[str, Any]) -> str:
 
 
 def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
-    """Returns copies in the host's memory of the shards on this process's devices, one of each slice of a tensor.
+    """Returns copies in the host's memory of the shards on this process's devices, one
+    of each slice of a tensor.
 
-    owned: only what this process writes. Of a slice that several processes have, each writes a part (`_owned_part`).
+    owned: only what this process writes.
+    Of a slice that several processes have, each writes a part (`_owned_part`).
     """
     copying: dict[str, dict[Bounds, jax.Array]] = {}
     shards: Shards = {name: [] for name in tensors}
@@ -153,7 +158,8 @@ def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
 
 
 def _slices_on_devices(x: jax.Array, *, owned: bool) -> dict[Bounds, jax.Array]:
-    """Returns the slices of a tensor on this process's devices, each once. owned: as of `host_shards`."""
+    """Returns the slices of a tensor on this process's devices, each once.
+    owned: as of `host_shards`."""
     slices: dict[Bounds, jax.Array] = {}
     for shard in x.addressable_shards:
         bounds: Bounds | None = _bounds(shard.index, x.shape)
@@ -186,7 +192,8 @@ def _on_host(slices: dict[Bounds, jax.Array]) -> list[tuple[Index, np.ndarray]]:
 
 
 def _copied(x: jax.Array) -> np.ndarray:
-    """Values in memory of the host's own: an array in a host's memory shares that of the device's, which is donated."""
+    """Values in memory of the host's own: an array in a host's memory shares that
+    of the device's, which is donated."""
     values = np.asarray(x)
     accelerator = x.sharding.memory_kind == "device" and next(iter(x.devices())).platform != "cpu"
     return values if accelerator or values.flags.owndata else values.copy()
@@ -196,7 +203,8 @@ def _copied(x: jax.Array) -> np.ndarray:
 def _division(
     shape: tuple[int, ...], itemsize: int, sharding: Any
 ) -> tuple[tuple[int, ...], int, int]:
-    """Shape of the parts in which the replicas of a slice divide it, their number, and that of replicas."""
+    """Shape of the parts in which the replicas of a slice divide it, their number,
+    and that of replicas."""
     local = sharding.shard_shape(shape)
     devices = sharding.device_set
     processes = {device.process_index for device in devices}
@@ -231,7 +239,8 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
 
 
 def _chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of the chunks of a shard, which divides it: no two processes write into one chunk."""
+    """Returns the shape of the chunks of a shard,
+    which divides it: no two processes write into one chunk."""
     largest = block_shape(shard, itemsize, _CHUNK)
     return tuple(_largest_divisor(size, most) for size, most in zip(shard, largest, strict=True))
 
@@ -241,11 +250,12 @@ def _largest_divisor(size: int, most: int) -> int:
 
 
 def read_shards(state: Path, name: str, x: Any, record: TensorRecord, *, owned: bool) -> jax.Array:
-    """Reads the slices of a tensor that the devices of this process need, all at once, into shape and sharding of `x`.
+    """Reads the slices of a tensor that the devices of this process need, all at once,
+    into shape and sharding of `x`.
 
-    What is beyond the stored array is zero: a vocabulary may be padded otherwise. owned: slices that another process
-    has too are read by the first of them, and are zero in the others (`from_first_replica`).  Raises ValueError where
-    the array is not that of `record`.
+    What is beyond the stored array is zero: a vocabulary may be padded otherwise. owned: slices
+    that another process has too are read by the first of them, and are zero in the others
+    (`from_first_replica`). Raises ValueError where the array is not that of `record`.
     """
     reading = _start_reading(state, name, record, _slices_read(x, owned=owned))
     slices: dict[Bounds, np.ndarray] = {}
@@ -284,7 +294,8 @@ def _slices_read(x: Any, *, owned: bool) -> list[Bounds]:
 def _start_reading(
     state: Path, name: str, record: TensorRecord, slices: list[Bounds]
 ) -> dict[Bounds, tuple[Any, Any]]:
-    """Starts to read slices of a stored array; returns the part of the array and the future of each.
+    """Starts to read slices of a stored array;
+    returns the part of the array and the future of each.
 
     A slice that is beyond the stored array is not read.
     """
@@ -314,7 +325,8 @@ def _padded_with_zeros(values: np.ndarray | None, shape: tuple[int, ...], dtype:
 
 
 def _read_part(state: Path, part: Any, started: Any) -> np.ndarray:
-    """Returns a part of an array whose reading has started, and reads it again where that failed for now."""
+    """Returns a part of an array whose reading has started,
+    and reads it again where that failed for now."""
     futures = iter([started])
     values: np.ndarray = result_of(state, lambda: next(futures, None) or part.read())
     note_progress()
@@ -322,7 +334,8 @@ def _read_part(state: Path, part: Any, started: Any) -> np.ndarray:
 
 
 def from_first_replica(x: jax.Array, sharding: Any) -> jax.Array:
-    """Returns a tensor in which the slices that several processes have are those of the first of them, bit by bit."""
+    """Returns a tensor in which the slices that several processes have are those
+    of the first of them, bit by bit."""
     axes = _replica_axes(sharding)
     if not axes:
         return x
@@ -347,7 +360,8 @@ def _sender(sharding: NamedSharding, axes: tuple[str, ...]) -> Callable[[jax.Arr
 
 
 def _replica_axes(sharding: Any) -> tuple[str, ...]:
-    """Returns the mesh axes over which a tensor is repeated, where that is in several processes; else none."""
+    """Returns the mesh axes over which a tensor is repeated,
+    where that is in several processes; else none."""
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding):
         return ()
     split_axes: set[str] = set()
@@ -366,14 +380,16 @@ def _replica_axes(sharding: Any) -> tuple[str, ...]:
 
 
 def _replicas(mesh: Any, axes: tuple[str, ...]) -> np.ndarray:
-    """Returns the devices of a mesh, [replica, slice], of a tensor that is repeated over some of its axes."""
+    """Returns the devices of a mesh, [replica, slice],
+    of a tensor that is repeated over some of its axes."""
     dims = [mesh.axis_names.index(axis) for axis in axes]
     replicas = math.prod(mesh.shape[axis] for axis in axes)
     return np.moveaxis(mesh.devices, dims, range(len(dims))).reshape(replicas, -1)
 
 
 def open_array(state: Path, name: str) -> Any:
-    """Opens the array of a tensor in the folder `state` of a checkpoint with TensorStore; returns a future."""
+    """Opens the array of a tensor in the folder `state` of a checkpoint with TensorStore;
+    returns a future."""
     kvstore, context = kvstore_of(state / name)
     return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context)
 
@@ -381,12 +397,13 @@ def open_array(state: Path, name: str) -> Any:
 def check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:
     """Returns the shape of the chunks of a stored array.
 
-    Raises ValueError where its shape or type is not that of the manifest, or a chunk is larger than the array: all of a
-    chunk is read, whatever part of it is asked for.
+    Raises ValueError where its shape or type is not that of the manifest, or a chunk is larger than
+    the array: all of a chunk is read, whatever part of it is asked for.
     """
     if array.dtype.name != record.dtype or tuple(array.shape) != record.shape:
         raise ValueError(
-            f"its array is {array.dtype.name}{list(array.shape)}, not {record.dtype}{list(record.shape)}"
+            f"its array is {array.dtype.name}{list(array.shape)}, not "
+            f"{record.dtype}{list(record.shape)}"
         )
     chunk = tuple(int(size or 1) for size in array.chunk_layout.read_chunk.shape or record.shape)
     if any(size > max(1, total) for size, total in zip(chunk, record.shape, strict=True)):

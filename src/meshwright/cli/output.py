@@ -80,10 +80,13 @@ def columns(rows: Mapping[str, str]) -> str:
     In a narrow terminal each description is below its name.
     """
     width = shutil.get_terminal_size((120, 24)).columns
-    column, text = max(map(len, rows), default=0) + 2, ""
-    for name, description in rows.items():
+    column = max(map(len, rows), default=0) + 2
+    text = ""
+    for name, docstring in rows.items():
+        description = " ".join(docstring.split())
         if width - column < _NARROW:
-            text += f"{name}\n{textwrap.fill(description, width, initial_indent='  ', subsequent_indent='  ')}\n"
+            below = textwrap.fill(description, width, initial_indent="  ", subsequent_indent="  ")
+            text += f"{name}\n{below}\n"
         else:
             lines = textwrap.wrap(description, width - column) or [""]
             text += f"{name:<{column}}" + f"\n{'':<{column}}".join(lines) + "\n"

@@ -32,8 +32,9 @@ LEAST_ROWS = 16
 """Least rows of such an update at an even load."""
 
 MOST_RANKS = 128
-"""Most devices of one NVLink domain that XLA:GPU's exchange kernel takes: the compare instruction of
-`LaunchMultiGpuBarrierWithNccl` in jax-cuda13-pjrt 0.12.0 and 0.12.0.1 (openxla/xla, pull 47889)."""
+"""Most devices of one NVLink domain that XLA:GPU's exchange kernel takes: the compare instruction
+of `LaunchMultiGpuBarrierWithNccl` in jax-cuda13-pjrt 0.12.0 and 0.12.0.1 (openxla/xla, pull
+47889)."""
 MOST_RANKS_BEFORE_0_12 = 32
 """The same before 0.12.0, where nothing is compared and more devices write past the kernel's memory
 (openxla/xla, issue 47283)."""

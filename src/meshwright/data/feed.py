@@ -220,7 +220,8 @@ class Feed:
         return _stack([self._stream[self._index(self._cursor + read + row)] for row in rows])
 
     def _index(self, sample: int) -> int:
-        """Returns the index in the stream of the sample that `sample` others precede in training."""
+        """Returns the index in the stream of the sample
+        that `sample` others precede in training."""
         for first, count in self._skipped:
             if sample >= first:
                 sample += count

@@ -1,15 +1,16 @@
 """Megatron's token files, PREFIX.bin and PREFIX.idx, read where they are and without a cache.
 
-    PREFIX.idx | "MMIDIDX\\0\\0", version (u64) 1, type of a token (u8), sequences S (u64), marks M (u64)
+    PREFIX.idx | "MMIDIDX\\0\\0", version (u64) 1, type of a token (u8),
+               | sequences S (u64), marks M (u64)
                | lengths (i32) [S]: tokens of each sequence
                | starts (i64) [S]: its first byte in PREFIX.bin
                | marks (i64) [M]: the first sequence of each document, and then S
     PREFIX.bin | the tokens of all sequences, one after another
 
-The format has no checksums. Every number of the index is compared with the others and with the size of PREFIX.bin when a
-dataset is opened, and every token with the vocabulary when it is read. One start in `STRIDE` is kept in memory, 8 bytes
-for 1,024 sequences; the others are read where a sample needs them. No file is mapped: one that is cut off while it is
-read is an error and not a signal.
+The format has no checksums. Every number of the index is compared with the others and with the size
+of PREFIX.bin when a dataset is opened, and every token with the vocabulary when it is read. One
+start in `STRIDE` is kept in memory, 8 bytes for 1,024 sequences; the others are read where a sample
+needs them. No file is mapped: one that is cut off while it is read is an error and not a signal.
 
 Source: `megatron/core/datasets/indexed_dataset.py` of megatron-core 0.16.
 """
@@ -59,7 +60,8 @@ _PROBES, _PROBE = 256, 2**12
 
 
 def is_megatron(path: str | Path) -> bool:
-    """Whether `path` names a Megatron dataset: PREFIX, PREFIX.bin or PREFIX.idx, where both files are there."""
+    """Whether `path` names a Megatron dataset: PREFIX, PREFIX.bin or PREFIX.idx,
+    where both files are there."""
     return not in_bucket(path) and len(_files_of(str(path))) == 2
 
 
@@ -92,7 +94,8 @@ def _files_of(path: str) -> list[str]:
 
 
 class _File:
-    """File of which parts are read, by several threads. A handle whose read failed for now is not used again."""
+    """File of which parts are read, by several threads.
+    A handle whose read failed for now is not used again."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -113,7 +116,8 @@ class _File:
         if len(found) != size:
             there = os.stat(self.path).st_size
             raise ValueError(
-                f"{self.path.name} had {self.size:,} bytes when it was opened, and has {there:,} now"
+                f"{self.path.name} had {self.size:,} bytes when it was opened, and has {there:,} "
+                "now"
             )
         return found
 
@@ -167,8 +171,9 @@ class _Ascending:
 class MegatronTokens(TokenArray):
     """Tokens of a Megatron dataset in the order of its file, and where its documents end.
 
-    prefix: names PREFIX.bin and PREFIX.idx.  vocab: size of the vocabulary, which every token is below. Raises OSError,
-    and ValueError for an index that contradicts itself or PREFIX.bin.
+    prefix: names PREFIX.bin and PREFIX.idx.
+    vocab: size of the vocabulary, which every token is below. Raises OSError, and ValueError for an
+    index that contradicts itself or PREFIX.bin.
     """
 
     def __init__(self, prefix: Path, vocab: int):
@@ -196,7 +201,8 @@ class MegatronTokens(TokenArray):
         return self.lengths.count
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens [start, stop), and one past the last token of each document that ends in them."""
+        """Returns the tokens [start, stop), and one past the last token of each document that ends
+        in them."""
         with self._refusing():
             return self._read_tokens(start, stop), self._ends(start, stop)
 
@@ -215,7 +221,8 @@ class MegatronTokens(TokenArray):
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def _read_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Returns tokens by their places in the file. Raises DataError for one that the vocabulary does not have."""
+        """Returns tokens by their places in the file.
+        Raises DataError for one that the vocabulary does not have."""
         size = self.dtype.itemsize
         found = np.frombuffer(
             self._tokens.read(start * size, (stop - start) * size), self.dtype
@@ -225,8 +232,8 @@ class MegatronTokens(TokenArray):
             at = int(wrong[0])
             raise DataError(
                 f"Megatron dataset {self.prefix}",
-                f"token {start + at:,} is {found[at]}, and the tokenizer of the run has {self.vocab:,} tokens, "
-                f"0 to {self.vocab - 1:,}",
+                f"token {start + at:,} is {found[at]}, and the tokenizer of the run has "
+                f"{self.vocab:,} tokens, 0 to {self.vocab - 1:,}",
                 "--data.tokenizer TOKENIZER.json, the one that the dataset was made with",
             )
         return found
@@ -269,8 +276,9 @@ class MegatronTokens(TokenArray):
             if len(wrong):
                 at = int(wrong[0])
                 raise ValueError(
-                    f"sequence {first + at} begins at byte {found[at]:,} by the index, and the sequences before it "
-                    f"have {expected[at] // size:,} tokens of {size} bytes, {expected[at]:,} bytes"
+                    f"sequence {first + at} begins at byte {found[at]:,} by the index, and the "
+                    f"sequences before it have {expected[at] // size:,} tokens of {size} bytes, "
+                    f"{expected[at]:,} bytes"
                 )
             total = int(ends[-1])
             if total * size > there:
@@ -278,15 +286,16 @@ class MegatronTokens(TokenArray):
             coarse.append(found[::STRIDE])
         if total * size != there:
             raise ValueError(
-                f"the index has {total:,} tokens of {size} bytes ({self.dtype}), {total * size:,} bytes, and "
-                f"{self._tokens.path.name} has {there:,}"
+                f"the index has {total:,} tokens of {size} bytes ({self.dtype}), {total * size:,} "
+                f"bytes, and {self._tokens.path.name} has {there:,}"
             )
         if total == 0:
             raise ValueError("it has no tokens")
         return _Ascending(starts, np.concatenate(coarse)), total
 
     def _digest(self, digest: Any) -> str:
-        """Returns a SHA-256 of the index and of `_PROBES` places in PREFIX.bin, which may have terabytes."""
+        """Returns a SHA-256 of the index and of `_PROBES` places in PREFIX.bin,
+        which may have terabytes."""
         last = max(self._tokens.size - _PROBE, 0)
         digest.update(f"{self.dtype} {self._tokens.size}".encode())
         for number in range(_PROBES):
@@ -306,7 +315,8 @@ class MegatronTokens(TokenArray):
 def _read_header(index: _File, digest: Any) -> tuple[np.dtype[Any], _Column, _Column, _Column]:
     """Returns the type of a token, and the columns of lengths, starts and marks.
 
-    Raises ValueError where the header is of another format, or the size of the index is not what its counts take.
+    Raises ValueError where the header is of another format,
+    or the size of the index is not what its counts take.
     """
     name = index.path.name
     if index.size < _HEADER.size:
@@ -328,13 +338,13 @@ def _read_header(index: _File, digest: Any) -> tuple[np.dtype[Any], _Column, _Co
     counts = f"{sequences:,} sequences and {marks:,} marks of documents"
     if index.size == expected + sequences and sequences:
         raise ValueError(
-            f"{name} has {sequences:,} bytes more than {counts} take, a mode for each sequence: it is a multimodal "
-            "dataset, whose sequences are not all text"
+            f"{name} has {sequences:,} bytes more than {counts} take, a mode for each sequence: it "
+            "is a multimodal dataset, whose sequences are not all text"
         )
     if index.size != expected:
         raise ValueError(
-            f"{name} has {index.size:,} bytes, and {counts} take {_HEADER.size} + 12 x {sequences:,} + 8 x "
-            f"{marks:,} = {expected:,}"
+            f"{name} has {index.size:,} bytes, and {counts} take {_HEADER.size} + 12 x "
+            f"{sequences:,} + 8 x {marks:,} = {expected:,}"
         )
     if sequences < 1 or marks < 2:
         raise ValueError(f"{name} has {counts}: a dataset has at least 1 and 2")
@@ -360,7 +370,8 @@ def _check_marks(marks: _Column, sequences: int, digest: Any) -> tuple[_Ascendin
             at = int(steps.argmin())
             previous = entries[at] - steps[at]
             raise ValueError(
-                f"document {first + at} begins with sequence {entries[at]}, and the one before it with {previous}"
+                f"document {first + at} begins with sequence {entries[at]}, and the one before it "
+                f"with {previous}"
             )
         one_each = one_each and bool(np.all(steps[1 if first == 0 else 0 :] == 1))
         before = int(entries[-1])
@@ -373,8 +384,8 @@ def _check_marks(marks: _Column, sequences: int, digest: Any) -> tuple[_Ascendin
 def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
     """Opens a Megatron dataset as a token file of the run's tokenizer.
 
-    path: as of `is_megatron`. Raises DataError where its index is damaged, or where its first tokens
-    are none of the tokenizer.
+    path: as of `is_megatron`. Raises DataError where its index is damaged, or where its first
+    tokens are none of the tokenizer.
     """
     place = path_of(_prefix_of(str(path)))
     try:
@@ -388,5 +399,8 @@ def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
 def _refusal(prefix: Path, error: OSError | ValueError) -> DataError:
     """Returns the error of a dataset that cannot be read."""
     truth = reason_of(error)
-    fix = f"a copy of {prefix.name}{INDEX} and {prefix.name}{TOKENS} as Megatron's preprocess_data.py wrote them"
+    fix = (
+        f"a copy of {prefix.name}{INDEX} and {prefix.name}{TOKENS} as Megatron's "
+        "preprocess_data.py wrote them"
+    )
     return DataError(f"Megatron dataset {prefix}", truth, fix)

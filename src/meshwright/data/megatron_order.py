@@ -1,23 +1,27 @@
-"""Megatron's order of samples: shuffled documents, shuffled samples, and blends of several datasets.
+"""Megatron's order of samples: shuffled documents, shuffled samples,
+and blends of several datasets.
 
-A split of a dataset (train, valid, test) is a range of its n sequences, which Megatron calls documents. To draw N samples
-of T tokens from it, with S tokens in an epoch:
+A split of a dataset (train, valid, test) is a range of its n sequences, which Megatron calls
+documents. To draw N samples of T tokens from it, with S tokens in an epoch:
 
     epochs E    the fewest with E S >= N T + 1 tokens
-    documents   the n documents E times over, shuffled together; the last epoch is shuffled apart, behind the others, where
-                it gives fewer than 80 % of an epoch's samples
-    sample k    tokens [k T, (k + 1) T] of these documents, one after another: it shares a token with the next
+    documents   the n documents E times over, shuffled together; the last epoch is shuffled apart,
+                behind the others, where it gives fewer than 80 % of an epoch's samples
+    sample k    tokens [k T, (k + 1) T] of these documents, one after another: it shares a token
+                with the next
     order       the samples, shuffled; those of a last epoch apart, too
 
-Both shuffles are those of one `numpy.random.RandomState(seed)`. A blend takes, as its sample i, the next one of the
-dataset d with the largest w_d max(i, 1) - c_d, where c_d samples of it were taken before.
+Both shuffles are those of one `numpy.random.RandomState(seed)`. A blend takes, as its sample i, the
+next one of the dataset d with the largest w_d max(i, 1) - c_d, where c_d samples of it were taken
+before.
 
-Megatron keeps the documents, the place of each sample and the order in files of a cache. Here a place is computed from
-sums over `_EACH` documents: 4 bytes for each document of an epoch, for each of its repetitions and for each sample are in
-memory, and nothing is written. Indices are int64.
+Megatron keeps the documents, the place of each sample and the order in files of a cache. Here a
+place is computed from sums over `_EACH` documents: 4 bytes for each document of an epoch, for each
+of its repetitions and for each sample are in memory, and nothing is written. Indices are int64.
 
-Source: `gpt_dataset.py`, `blended_dataset.py`, `blended_megatron_dataset_builder.py` and `helpers.cpp` in
-`megatron/core/datasets` of megatron-core 0.16. tests/golden/peers/megatron.py writes what it computes.
+Source: `gpt_dataset.py`, `blended_dataset.py`, `blended_megatron_dataset_builder.py` and
+`helpers.cpp` in `megatron/core/datasets` of megatron-core 0.16. tests/golden/peers/megatron.py
+writes what it computes.
 """
 
 import dataclasses
@@ -58,7 +62,8 @@ Share = tuple[float, float]
 
 
 def parse_split(text: str) -> tuple[Share, Share | None, Share | None]:
-    """Returns the ranges of train, valid and test, each as parts of a dataset; None for an empty one.
+    """Returns the ranges of train, valid and test, each as parts of a dataset;
+    None for an empty one.
 
     text: Megatron's `--split`, up to three weights. Raises ConfigError for anything else.
 
@@ -83,7 +88,8 @@ def _unless_empty(share: Share) -> Share | None:
 
 
 def check_sources(sources: Sequence[Source]) -> None:
-    """Raises ConfigError where a source is no Megatron dataset, or some have weights and others not.
+    """Raises ConfigError where a source is no Megatron dataset,
+    or some have weights and others not.
 
     A file that is not on this host is taken for one: the hosts that train look for it again.
     """
@@ -180,7 +186,8 @@ class _ShuffledTokens(TokenArray):
         return self._lengths[self._documents[at:stop] - self._first].astype(np.int64)
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens [start, stop), and one past the last token of each document that ends in them."""
+        """Returns the tokens [start, stop), and one past the last token of each document that ends
+        in them."""
         parts = [np.zeros(0, np.int64)]
         ends = []
         for document, begin, end in self._documents_from(start):
@@ -195,7 +202,8 @@ class _ShuffledTokens(TokenArray):
         return np.concatenate(parts), np.unique(np.array(ends, np.int64))
 
     def _documents_from(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Yields documents in order, with their first place and one past the last, from that with `start` on."""
+        """Yields documents in order, with their first place and one past the last,
+        from that with `start` on."""
         group = int(np.searchsorted(self._before, start, side="right")) - 1
         for at in range(group * _EACH, len(self._documents), _EACH):
             lengths = self._lengths_of(at, at + _EACH)
@@ -244,8 +252,10 @@ def samples_of(
 ) -> MegatronSamples:
     """Returns the samples of a split of a dataset.
 
-    split: of `parse_split`.  samples: how many are asked for, of which there may be more; None asks for one epoch.
-    Raises DataError where Megatron could not number the sequences, or an epoch has no sample and only one is read.
+    split: of `parse_split`.
+    samples: how many are asked for, of which there may be more; None asks for one epoch. Raises
+    DataError where Megatron could not number the sequences, or an epoch has no sample and only one
+    is read.
     """
     source = file.tokens
     assert isinstance(source, MegatronTokens)
@@ -253,7 +263,8 @@ def samples_of(
     if source.sequences > _MOST_SEQUENCES:
         raise DataError(
             asked,
-            f"it has {source.sequences:,} sequences, and Megatron numbers at most {_MOST_SEQUENCES:,} with int32",
+            f"it has {source.sequences:,} sequences, and Megatron numbers at most "
+            f"{_MOST_SEQUENCES:,} with int32",
             "--data.order shuffled, or several smaller datasets",
         )
     taken = sequences_of(split, source.sequences)
@@ -262,8 +273,8 @@ def samples_of(
     if tokens < 2 or (samples is None and tokens <= seq):
         raise DataError(
             asked,
-            f"{len(taken):,} of its {source.sequences:,} sequences are in a part of the split, with {tokens:,} tokens, "
-            f"and a sample of {seq} takes {seq + 1}",
+            f"{len(taken):,} of its {source.sequences:,} sequences are in a part of the split, "
+            f"with {tokens:,} tokens, and a sample of {seq} takes {seq + 1}",
             "--data.split with a larger share for it, or --data.split 1,0,0 to evaluate nothing",
         )
     epochs = Epochs.of(tokens, seq, samples)
@@ -307,8 +318,9 @@ def _shuffle_samples(border: int, count: int, state: np.random.RandomState) -> n
 class Blend:
     """Samples of several datasets by Megatron's greedy rule, from any of them on.
 
-    weights: of the datasets, normalised.  size: samples of the blend. The counts of each dataset are kept once in
-    `_BLOCK` samples; those between are computed again.
+    weights: of the datasets, normalised.
+    size: samples of the blend. The counts of each dataset are kept once in `_BLOCK` samples; those
+    between are computed again.
     """
 
     def __init__(self, parts: Sequence[MegatronSamples], weights: Sequence[float], size: int):
@@ -316,7 +328,8 @@ class Blend:
         self._weights = [float(weight) for weight in weights]
         self._size = size
         self._counts = [[0] * len(parts)]
-        """Samples of each dataset before sample 0, _BLOCK, 2 _BLOCK, ... and after the last, as far as they are known."""
+        """Samples of each dataset before sample 0, _BLOCK, 2 _BLOCK, ...
+        and after the last, as far as they are known."""
         self._lock = threading.Lock()
         self._block = functools.lru_cache(4)(self._compute_block)
 
@@ -324,7 +337,8 @@ class Blend:
         return self._size
 
     def place(self, index: int) -> tuple[int, int]:
-        """Returns the dataset of a sample of the blend, and its number among the samples of that."""
+        """Returns the dataset of a sample of the blend,
+        and its number among the samples of that."""
         with self._lock:
             block = index // _BLOCK
             while len(self._counts) <= block:
@@ -348,12 +362,14 @@ class Blend:
             if number > len(part):
                 raise DataError(
                     f"a blend of {self._size:,} samples in Megatron's order",
-                    f"its weights take {number:,} samples of {part.source.folder}, which has {len(part):,}",
+                    f"its weights take {number:,} samples of {part.source.folder}, which has "
+                    f"{len(part):,}",
                     "another weight for it, or fewer --training.steps",
                 )
 
     def _compute_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the dataset and the sample of `_BLOCK` places, and notes the counts after them."""
+        """Returns the dataset and the sample of `_BLOCK` places,
+        and notes the counts after them."""
         counts = list(self._counts[block])
         first = block * _BLOCK
         size = min(_BLOCK, self._size - first)
@@ -404,9 +420,10 @@ def megatron_order(
 ) -> MegatronOrder:
     """Returns the samples of a split of datasets in the order in which Megatron draws them.
 
-    weights: of the blend. None for datasets without weights: all samples of one epoch of each, or any number of samples
-    of a single one.  split: of `parse_split`.  samples: how many are asked for. Raises DataError where the datasets have
-    fewer.
+    weights: of the blend. None for datasets without weights: all samples of one epoch of each, or
+    any number of samples of a single one.
+    split: of `parse_split`.
+    samples: how many are asked for. Raises DataError where the datasets have fewer.
     """
     shares = [1.0]
     asked: list[int | None] = [samples]

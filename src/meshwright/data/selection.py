@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _ABOUT = re.compile(
-    r"(read_?me|licen[cs]e|copying|notice|citation|changelog|changes|contributing|code_of_conduct|authors|security)"
-    r"([._-].*)?|requirements.*\.txt|cmakelists\.txt|robots\.txt|dataset_infos?\.json|sha256sums(\.txt)?",
+    r"(read_?me|licen[cs]e|copying|notice|citation|changelog|changes"
+    r"|contributing|code_of_conduct|authors|security)([._-].*)?"
+    r"|requirements.*\.txt|cmakelists\.txt|robots\.txt|dataset_infos?\.json|sha256sums(\.txt)?",
     re.IGNORECASE,
 )
 """Names of files about the data."""

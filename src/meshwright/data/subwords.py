@@ -18,7 +18,15 @@ from meshwright.errors import DataError, by_class, reason_of
 END = "<|end|>"
 """Token that ends a document in a learned vocabulary."""
 # In order: GPT-OSS has <|endoftext|>, and <|end|> after a message.
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]", "</s>", END)  # noqa: RUF001
+_ENDS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001
+    "<eos>",
+    "[EOS]",
+    "</s>",
+    END,
+)
 _GAPS = 10_000
 """Numbers without a token that a vocabulary may have, in addition to one for each token."""
 LONG = 2**20

@@ -17,7 +17,10 @@ from meshwright.documents import LARGE, check_inside, fix_of, read_json, read_te
 from meshwright.errors import DataError, by_class, reason_of
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
-_QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 """Expression with which the tokenizer of Qwen2 divides a text (`transformers`, models/qwen2)."""
 _CLASSES = {"GPT2Tokenizer": "gpt2", "Qwen2Tokenizer": "qwen2"}
 _TYPES = {

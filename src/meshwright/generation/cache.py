@@ -1,18 +1,21 @@
 """Cache of decoding: its plan before it exists, its arrays, and attention to it.
 
-Slots are positions of a batch that is padded on the left: every sequence ends at the same slot, so a step writes one
-slot for the whole batch. The cache is sharded over batch, key/value heads (`tensor`) and slots (`context`). Slot s is
-on device s mod n of the n devices of `context`: a prompt fills all of them evenly, and so does what follows it.
+Slots are positions of a batch that is padded on the left: every sequence ends at the same slot, so
+a step writes one slot for the whole batch. The cache is sharded over batch, key/value heads
+(`tensor`) and slots (`context`). Slot s is on device s mod n of the n devices of `context`: a
+prompt fills all of them evenly, and so does what follows it.
 
-Slots come before heads and sequences in memory: what a step writes is one block. With sequences first, XLA:TPU copies
-the whole cache into that order at the beginning of the decode loop and back at its end, into a second cache.
+Slots come before heads and sequences in memory: what a step writes is one block. With sequences
+first, XLA:TPU copies the whole cache into that order at the beginning of the decode loop and back
+at its end, into a second cache.
 
-A layer with a recurrence (linear attention, a convolution) caches its state, of one size whatever the number of slots:
-the same on every device of `context`, which compute the same.
+A layer with a recurrence (linear attention, a convolution) caches its state, of one size whatever
+the number of slots: the same on every device of `context`, which compute the same.
 
-Attention visits the filled slots block by block with a running maximum and sum (Milakov and Gimelshein 2018,
-arXiv:1805.02867), so its work follows the tokens there are and not the slots there is room for; a sliding window starts
-at its first block. Devices of `context` combine their parts by log-sum-exp.
+Attention visits the filled slots block by block with a running maximum and sum (Milakov and
+Gimelshein 2018, arXiv:1805.02867), so its work follows the tokens there are and not the slots there
+is room for; a sliding window starts at its first block. Devices of `context` combine their parts by
+log-sum-exp.
 """
 
 import dataclasses
@@ -55,7 +58,8 @@ _STATES: Placement = ((), ("tensor",), BATCH_AXES)
 class KeyValues:
     """Cached keys and values of a stack of layers, [L, S, K, B, H] each.
 
-    Of latent attention (blocks/latent.py) `k` holds latents and rotary keys as one head, whose beginning is the value.
+    Of latent attention (blocks/latent.py) `k` holds latents and rotary keys
+    as one head, whose beginning is the value.
     """
 
     k: Any
@@ -115,7 +119,8 @@ class CachePlan:
                 continue
             attention = first.attention
             assert attention is not None
-            # Fewer heads than devices of `tensor`: every device caches the one that its queries attend to.
+            # Fewer heads than devices of `tensor`: every device caches the one
+            # that its queries attend to.
             tensor, (kv_heads, size) = self.shape.tensor, attention.cached_heads
             heads = tensor if replicates_kv_heads(kv_heads, tensor) else kv_heads
             leaf = jax.ShapeDtypeStruct(
@@ -129,7 +134,8 @@ class CachePlan:
         return stacks
 
     def placement(self, cache: Any, rank: int) -> Placement:
-        """Returns the mesh axes of each dimension of an array of `cache`, [L, S, K, B, H] or [L, N, B, ...]."""
+        """Returns the mesh axes of each dimension of an array
+        of `cache`, [L, S, K, B, H] or [L, N, B, ...]."""
         degrees = self.shape.degrees()
         axes_of_all = _PLACEMENT
         if isinstance(cache, States):
@@ -161,10 +167,12 @@ class CachePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Slots that a step writes and attends to; the same on every device, `first_B` the device's part of the batch."""
+    """Slots that a step writes and attends to;
+    the same on every device, `first_B` the device's part of the batch."""
 
     slot: jax.Array
-    """First slot of the step's tokens, int32; a multiple of the devices of `context` where there are several tokens."""
+    """First slot of the step's tokens, int32;
+    a multiple of the devices of `context` where there are several tokens."""
     first_B: jax.Array
     """First slot of each sequence: those before are padding. int32."""
     tokens: int
@@ -179,10 +187,10 @@ class Slots:
 class CachedAttend:
     """Attention of a step's tokens to the cache, for `ForwardContext.attend`.
 
-    A layer calls it once, with its own queries, keys and values of the step: [1, tokens, heads, H], where the tokens of
-    all sequences are one dimension, split over `context`. It writes keys and values into the cache, then attends.
-    `open` gives it the cache of a stack and a layer's row of it while that layer is traced, `close` takes the cache
-    back.
+    A layer calls it once, with its own queries, keys and values of the step: [1, tokens, heads, H],
+    where the tokens of all sequences are one dimension, split over `context`. It writes keys and
+    values into the cache, then attends. `open` gives it the cache of a stack and a layer's row of
+    it while that layer is traced, `close` takes the cache back.
     """
 
     def __init__(self, slots: Slots):
@@ -203,7 +211,8 @@ class CachedAttend:
     def latent(
         self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, index: Index | None, /
     ) -> jax.Array:
-        """Returns the attention output of latents [1, tokens, N, kv_rank], for `ForwardContext.attend_latent`."""
+        """Returns the attention output of latents [1, tokens, N, kv_rank], for
+        `ForwardContext.attend_latent`."""
         if index is not None:
             index = Index(
                 self._by_sequence(index.q_BTIH),
@@ -216,10 +225,11 @@ class CachedAttend:
         return self(q_BTNZ, k_BTKZ, None, window=None, scores=scores, kv_rank=kv_rank)
 
     def recur(self, step: RecurrentStep, inputs: Any, /) -> jax.Array:
-        """Returns the output of a recurrence [1, tokens, ...] from the cached state, for `ForwardContext.recur`.
+        """Returns the output of a recurrence [1, tokens, ...]
+        from the cached state, for `ForwardContext.recur`.
 
-        inputs: tree of this device's tokens [1, tokens, ...]. A text's first token begins without a state, and so does
-        padding.
+        inputs: tree of this device's tokens [1, tokens, ...]. A text's first token begins without a
+        state, and so does padding.
         """
         cache, row = self._cache, self._row
         assert isinstance(cache, States)
@@ -292,7 +302,8 @@ def write(
     v_BTKH: jax.Array | None,
     index_BTKH: jax.Array | None = None,
 ) -> KeyValues:
-    """Returns the cache with a step's keys and values at their slots, of which this device keeps its own.
+    """Returns the cache with a step's keys and values at their slots,
+    of which this device keeps its own.
 
     v_BTKH: None for a cache of latents.  index_BTKH: keys of an indexer.
     """
@@ -321,11 +332,15 @@ def write(
 
 
 class Sums(NamedTuple):
-    """Running sums of attention to the blocks visited so far; the queries of a key/value head are one dimension [G T].
+    """Running sums of attention to the blocks visited so far;
+    the queries of a key/value head are one dimension [G T].
 
-    With scores s of a block's keys and their values v (Milakov and Gimelshein 2018, arXiv:1805.02867):
+    With scores s of a block's keys and their values v (Milakov
+    and Gimelshein 2018, arXiv:1805.02867):
 
-        m' = max(m, max s);  l' = l exp(m - m') + sum exp(s - m');  o' = o exp(m - m') + sum exp(s - m') v
+        m' = max(m, max s)
+        l' = l exp(m - m') + sum exp(s - m')
+        o' = o exp(m - m') + sum exp(s - m') v
     """
 
     highest: jax.Array
@@ -433,46 +448,69 @@ def attend(
     scores: Scores | None = None,
     kv_rank: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends to this device's slots of a layer; returns the output [B, T, N, value] and its log-sum-exp [B, T, N].
+    """Attends to this device's slots of a layer;
+    returns the output [B, T, N, value] and its log-sum-exp [B, T, N].
 
-    Both are float32. A query that sees none of the slots gets zeros, and a log-sum-exp near -1e30.  kv_rank: first
-    features of the keys that are the values of a cache of latents.
+    Both are float32. A query that sees none of the slots gets zeros, and a log-sum-exp near -1e30.
+    kv_rank: first features of the keys that are the values of a cache of latents.
     """
-    B, T, N, H = q_BTNH.shape
+    T = q_BTNH.shape[1]
     local_slots, K = cache.k.shape[1:3]
-    G = N // K
-    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H)
-    q_KBGH = q_BTKGH.transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
+    q_KBGH = _by_kv_head(q_BTNH, K)
     at_T = slots.slot + jnp.arange(T)
-    chunk = None if scores is None else scores.chunk
-    softcap = None if scores is None else scores.softcap
-    if chunk is not None:
-        window = min(window or chunk, chunk)
-
+    scores = scores or Scores()
+    if scores.chunk is not None:
+        window = min(window or scores.chunk, scores.chunk)
     chosen_BTS = None
-    if scores is not None and scores.index is not None:
+    if scores.index is not None:
         chosen_BTS = _chosen(scores.index, cache.index, row, slots, at_T)
-    block = math.gcd(local_slots, _BLOCK)
+
     attention = _BlockAttention(
-        cache, row, slots, q_KBGH, at_T, block, window, chunk, softcap, kv_rank, chosen_BTS
+        cache=cache,
+        row=row,
+        slots=slots,
+        q_KBGH=q_KBGH,
+        at_T=at_T,
+        block=math.gcd(local_slots, _BLOCK),
+        window=window,
+        chunk=scores.chunk,
+        softcap=scores.softcap,
+        kv_rank=kv_rank,
+        chosen_BTS=chosen_BTS,
     )
-    if block == local_slots:
+    if attention.block == local_slots:
         sums = attention.visit(0, attention.empty())
     else:
         first, end = attention.block_range()
         sums = lax.fori_loop(first, end, attention.visit, attention.empty())
+    return _attention_of(sums, T)
 
+
+def _by_kv_head(q_BTNH: jax.Array, kv_heads: int) -> jax.Array:
+    """Returns the queries times 1 / sqrt(H), by key/value head: [K, B, G T, H]."""
+    B, T, N, H = q_BTNH.shape
+    G = N // kv_heads
+    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, kv_heads, G, H)
+    return q_BTKGH.transpose(2, 0, 3, 1, 4).reshape(kv_heads, B, G * T, H)
+
+
+def _attention_of(sums: Sums, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the output o / l [B, T, N, value size] and the log-sum-exp m + ln l [B, T, N]."""
+    K, B, queries, value_size = sums.out.shape
+    G = queries // tokens
     total = jnp.maximum(sums.total, 1e-30)
-    out = (sums.out / total[..., None]).reshape(K, B, G, T, attention.value_size)
-    lse = (sums.highest + jnp.log(total)).reshape(K, B, G, T)
-    out_BTNH = out.transpose(1, 3, 0, 2, 4).reshape(B, T, N, attention.value_size)
-    return out_BTNH, lse.transpose(1, 3, 0, 2).reshape(B, T, N)
+    out = (sums.out / total[..., None]).reshape(K, B, G, tokens, value_size)
+    lse = (sums.highest + jnp.log(total)).reshape(K, B, G, tokens)
+    out_BTNH = out.transpose(1, 3, 0, 2, 4).reshape(B, tokens, K * G, value_size)
+    lse_BTN = lse.transpose(1, 3, 0, 2).reshape(B, tokens, K * G)
+    return out_BTNH, lse_BTN
 
 
 def _chosen(
     index: Index, cached_LSKBH: jax.Array, row: Any, slots: Slots, at_T: jax.Array
 ) -> jax.Array:
-    """Returns which slots an indexer chose for each token, [B, T, S]. A mesh with `context` is refused (runs/checks.py)."""
+    """Returns which slots an indexer chose for each token, [B, T, S]. A mesh with `context` is
+    refused (runs/checks.py)."""
     # Every device of `tensor` has the same keys, as one head.
     k_BSH = lax.dynamic_index_in_dim(cached_LSKBH, row, 0, keepdims=False)[:, 0].swapaxes(0, 1)
     visible_BTS = _seen(slots.first_B, at_T, jnp.arange(k_BSH.shape[1]), None, None)
@@ -482,16 +520,22 @@ def _chosen(
 def _seen(
     first_B: jax.Array, at_T: jax.Array, key_S: jax.Array, window: int | None, chunk: int | None
 ) -> jax.Array:
-    """Returns the slots [B, T, S] that each token attends to. at_T, key_S: slots of the tokens, and of the keys."""
+    """Returns the slots [B, T, S] that each token attends to.
+    at_T, key_S: slots of the tokens, and of the keys."""
     distance_TS = at_T[:, None] - key_S[None]
-    seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+    seen_TS = distance_TS >= 0
+    if window is not None:
+        seen_TS &= distance_TS < window
     seen_BTS = seen_TS[None] & (key_S[None, None] >= first_B[:, None, None])
     if chunk is None:
         return seen_BTS
-    chunk_BT, chunk_BS = ((x[None] - first_B[:, None]) // chunk for x in (at_T, key_S))
+    chunk_BT = (at_T[None] - first_B[:, None]) // chunk
+    chunk_BS = (key_S[None] - first_B[:, None]) // chunk
     return seen_BTS & (chunk_BT[:, :, None] == chunk_BS[:, None])
 
 
 def _block(array: jax.Array, row: Any, number: Any, block: int) -> jax.Array:
     """Returns block `number` of a layer's slots [S, K, B, H]."""
-    return lax.dynamic_slice(array, (row, number * block, 0, 0, 0), (1, block, *array.shape[2:]))[0]
+    start = (row, number * block, 0, 0, 0)
+    size = (1, block, *array.shape[2:])
+    return lax.dynamic_slice(array, start, size)[0]

@@ -1,9 +1,10 @@
 """Prefill and decode, compiled once for a batch and a number of slots.
 
-Both are one `shard_map`, manual over every mesh axis, as the train step is, and run the layers that the train step
-runs: a family meets the cache as `ForwardContext.attend` and nothing else. The tokens of all sequences are one
-dimension, which is split over `context` and `tensor` wherever training splits the sequence. A step of one token for
-each of B sequences therefore needs no second form of tensor parallelism, and no device repeats another's work.
+Both are one `shard_map`, manual over every mesh axis, as the train step is, and run the layers that
+the train step runs: a family meets the cache as `ForwardContext.attend` and nothing else. The
+tokens of all sequences are one dimension, which is split over `context` and `tensor` wherever
+training splits the sequence. A step of one token for each of B sequences therefore needs no second
+form of tensor parallelism, and no device repeats another's work.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from meshwright.models.blocks.context import CONTEXT, with_own_kv_head
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.kernels.attention import cap
 from meshwright.models.layer_scan import scan_layers, sections
-from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
+from meshwright.models.model import Attend, ForwardContext, Layer, Tokens, vocab_size
 from meshwright.models.remat import save_as_it_is
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
@@ -45,14 +46,16 @@ _ROWS, _ALL = PartitionSpec(BATCH_AXES), PartitionSpec()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Texts in progress. Slots up to `slot` are in the cache; the token in `slot` is chosen, and goes in next."""
+    """Texts in progress. Slots up to `slot` are in the cache;
+    the token in `slot` is chosen, and goes in next."""
 
     cache: Any
     """`KeyValues` of each stack, or `Carried`."""
     tokens: Any
     """Tokens of each slot, int32 [B, slots + 1]; NO_TOKEN where there is none."""
     logprobs: Any
-    """Log-probability of each generated token, before temperature and filters, float32 [B, slots + 1]."""
+    """Log-probability of each generated token,
+    before temperature and filters, float32 [B, slots + 1]."""
     first: Any
     """First slot of each sequence, int32 [B]; those before are padding."""
     done: Any
@@ -76,7 +79,8 @@ class Bucket:
 def bucket_for(
     device_run: DeviceRun, lengths: Sequence[int], max_tokens: int, chunk: int
 ) -> Bucket:
-    """Returns the bucket of prompts of `lengths` tokens that `max_tokens` follow; chunk: most tokens of a prefill step.
+    """Returns the bucket of prompts of `lengths` tokens that `max_tokens` follow;
+    chunk: most tokens of a prefill step.
 
     Raises ConfigError where the texts would be longer than the model's positions.
     """
@@ -89,7 +93,8 @@ def bucket_for(
         )
         raise ConfigError(
             f"{max_tokens} tokens after a prompt of {longest}",
-            f"the model has {most} positions, and {longest} + {max_tokens} = {longest + max_tokens}",
+            f"the model has {most} positions, and {longest} + {max_tokens} = "
+            f"{longest + max_tokens}",
             fix,
         )
     context = device_run.layout.shape.context
@@ -104,10 +109,12 @@ def bucket_for(
 
 
 class Decoder:
-    """Programs that continue a batch of texts, each compiled once: other prompts and settings are arguments."""
+    """Programs that continue a batch of texts, each compiled once: other prompts
+    and settings are arguments."""
 
     def __init__(self, device_run: DeviceRun, weights: LaidOut, bucket: Bucket):
-        """Plans the cache. Raises ConfigError for a mesh with stages, and for experts that drop tokens by capacity."""
+        """Plans the cache. Raises ConfigError for a mesh with stages,
+        and for experts that drop tokens by capacity."""
         check_decodable(device_run)
         self.device_run, self.bucket, self.weights = device_run, bucket, weights
         dtype = device_run.run.training.compute_dtype
@@ -136,7 +143,8 @@ class Decoder:
 
     @functools.cached_property
     def _read(self) -> Any:
-        """Function that copies tokens, log-probabilities, done and slot whole to every device and process."""
+        """Function that copies tokens, log-probabilities, done and slot whole
+        to every device and process."""
         state, everywhere = self._abstract, NamedSharding(self.device_run.mesh, _ALL)
         read = jax.jit(lambda *arrays: arrays, out_shardings=everywhere)
         return read.lower(state.tokens, state.logprobs, state.done, state.slot).compile()
@@ -147,7 +155,8 @@ class Decoder:
         return self
 
     def start(self, prompts: Sequence[np.ndarray]) -> DecodeState:
-        """Returns the state before the first prefill step. prompts: tokens of each sequence, at least one."""
+        """Returns the state before the first prefill step.
+        prompts: tokens of each sequence, at least one."""
         batch, slots, chunk = self.bucket.batch, self.bucket.slots, self.bucket.chunk
         self.end = math.ceil(max(map(len, prompts)) / chunk) * chunk
         tokens_BT = np.full((batch, slots + 1), NO_TOKEN, np.int32)
@@ -170,7 +179,8 @@ class Decoder:
         return dataclasses.replace(placed, cache=cache)
 
     def prefill(self, state: DecodeState, sampling: Sampling, stops: Sequence[int]) -> DecodeState:
-        """Fills the cache with the prompts, chunk by chunk, and chooses the first token of each text."""
+        """Fills the cache with the prompts, chunk by chunk,
+        and chooses the first token of each text."""
         for slot in range(int(state.slot), self.end, self.bucket.chunk):
             last = np.int32(slot + self.bucket.chunk == self.end)
             state = self._prefill(
@@ -181,31 +191,36 @@ class Decoder:
     def decode(
         self, state: DecodeState, sampling: Sampling, stops: Sequence[int], tokens: int
     ) -> DecodeState:
-        """Adds `tokens` tokens to every text, in one call of the compiled loop; a text that is done keeps its last."""
+        """Adds `tokens` tokens to every text, in one call of the compiled loop;
+        a text that is done keeps its last."""
         return self._decode(
             self.weights.params, state, sampling.settings(), stop_array(stops), np.int32(tokens)
         )
 
     def read(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the generated tokens [B, T], their log-probabilities and which texts are done, on every process."""
+        """Returns the generated tokens [B, T], their log-probabilities and
+        which texts are done, on every process."""
         tokens, logprobs, done, slot = (
             np.asarray(x) for x in self._read(state.tokens, state.logprobs, state.done, state.slot)
         )
         return tokens[:, self.end : int(slot) + 1], logprobs[:, self.end : int(slot) + 1], done
 
     def memory(self) -> Any:
-        """Returns the compiler's memory figures of the loop: arguments, donated arguments, temporaries."""
+        """Returns the compiler's memory figures of the loop: arguments, donated
+        arguments, temporaries."""
         return self._decode.memory_analysis()
 
     def cache_bytes(self, memory: Any) -> int:
-        """Returns the bytes of the cache in a program's memory figures: its donated state, less what is not cache."""
+        """Returns the bytes of the cache in a program's memory figures: its donated state,
+        less what is not cache."""
         rest = jax.tree.leaves(dataclasses.replace(self._abstract, cache=None))
         rows = self.device_run.layout.shape.over(BATCH_AXES)
         others = sum(math.prod(x.shape) // (rows if x.ndim else 1) * x.dtype.itemsize for x in rest)
         return int(memory.alias_size_in_bytes) - others
 
     def compiled(self, f: Callable[..., Any], out_specs: Any) -> Any:
-        """Compiles `(params, state, settings, stops, integer) -> results` as a `shard_map`; the state is donated."""
+        """Compiles `(params, state, settings, stops, integer) -> results` as a `shard_map`;
+        the state is donated."""
         mesh, weights = self.device_run.mesh, self.weights
         mapped = jax.shard_map(
             f,
@@ -227,10 +242,10 @@ class Decoder:
     @functools.cached_property
     def _abstract(self) -> DecodeState:
         batch, slots = self.bucket.batch, self.bucket.slots
-        tokens_BT, logprobs_BT = (
-            jax.ShapeDtypeStruct((batch, slots + 1), x) for x in (jnp.int32, jnp.float32)
-        )
-        first_B, done_B = (jax.ShapeDtypeStruct((batch,), x) for x in (jnp.int32, jnp.bool_))
+        tokens_BT = jax.ShapeDtypeStruct((batch, slots + 1), jnp.int32)
+        logprobs_BT = jax.ShapeDtypeStruct((batch, slots + 1), jnp.float32)
+        first_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        done_B = jax.ShapeDtypeStruct((batch,), jnp.bool_)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         return jax.tree.map(
             lambda x, spec: x.update(sharding=NamedSharding(self.device_run.mesh, spec)),
@@ -296,9 +311,11 @@ class Decoder:
     def next_logits(
         self, params: Tree, state: DecodeState, tokens: int
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Feeds the `tokens` tokens from `state.slot` on; returns the logits [B, V] after them, and the cache.
+        """Feeds the `tokens` tokens from `state.slot` on;
+        returns the logits [B, V] after them, and the cache.
 
-        Call it inside a `shard_map`: B is this device's part of the batch. Logits are float32, of the whole vocabulary.
+        Call it inside a `shard_map`: B is this device's part of the batch.
+        Logits are float32, of the whole vocabulary.
         """
         x_BTD, table_VD, cache = self.hidden(params, state, tokens)
         batch = state.first.shape[0]
@@ -312,15 +329,18 @@ class Decoder:
     def hidden(
         self, params: Tree, state: DecodeState, tokens: int
     ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
-        """Feeds tokens as `next_logits` does; returns hidden states [1, tokens, D], unembedding [V/tensor, D], cache.
+        """Feeds tokens as `next_logits` does;
+        returns hidden states [1, tokens, D], unembedding [V/tensor, D], cache.
 
-        The hidden states are this device's part (`local_tokens`) of the tokens of all its sequences.
+        The hidden states are this device's part (`local_tokens`) of the tokens
+        of all its sequences.
         """
         model = self.device_run.local_model
         ids_BT = jnp.maximum(lax.dynamic_slice_in_dim(state.tokens, state.slot, tokens, 1), 0)
         slots = Slots(state.slot, state.first, tokens)
         attend = CachedAttend(slots)
-        # Slots before a prompt are padding, and so are texts that have ended and rows that fill the batch.
+        # Slots before a prompt are padding, and so are texts that have ended and rows
+        # that fill the batch.
         begun_BT = state.slot + jnp.arange(tokens) >= state.first[:, None]
         text_BT = begun_BT & ~state.done[:, None]
         local = Tokens(
@@ -329,10 +349,10 @@ class Decoder:
             ~self.local_tokens(text_BT)[None],
         )
         sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
-        fewer = (
-            self.device_run.layout.spec.kv_heads or math.inf
-        ) < self.device_run.layout.shape.tensor
-        own = with_own_kv_head(attend) if fewer else attend
+        attend_heads: Attend = attend
+        kv_heads = self.device_run.layout.spec.kv_heads
+        if kv_heads and kv_heads < self.device_run.layout.shape.tensor:
+            attend_heads = with_own_kv_head(attend)
         # The few tokens of a step are gathered at once, and nothing is saved for a backward pass.
         execution = dataclasses.replace(
             model.execution,
@@ -345,7 +365,7 @@ class Decoder:
             execution,
             tokens=local,
             dropout=no_dropout(),
-            attend=own,
+            attend=attend_heads,
             attend_latent=attend.latent,
             cached_recur=attend.recur,
         )
@@ -353,7 +373,8 @@ class Decoder:
         return *model.model.unembed(params, x_BTD, self.weights.gather), cache
 
     def local_tokens(self, x_BT: jax.Array) -> jax.Array:
-        """Returns this device's part of values of tokens, [tokens], as `context` splits the tokens of all sequences.
+        """Returns this device's part of values of tokens, [tokens],
+        as `context` splits the tokens of all sequences.
 
         They are padded with zeros so that `context` and `tensor` split them evenly.
         """
@@ -364,52 +385,68 @@ class Decoder:
     def _layers(
         self, params: Tree, cache: dict[str, Any], ctx: ForwardContext, attend: CachedAttend
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Runs all layers; the cache is carried through the loop over them, so that it is written in place."""
-        model, spec = self.device_run.local_model, self.device_run.layout.spec
+        """Runs all layers; the cache is carried through the loop over them,
+        so that it is written in place."""
+        model = self.device_run.local_model
+        spec = self.device_run.layout.spec
         functions = model.model.layer_functions(ctx)
-
-        def cached(stack: str, layer: Layer) -> Any:
-            def step(carry: Any, layer_params: Tree, place: Any) -> tuple[Any, Any]:
-                (x_BTD, cache), (index, row) = carry, place
-                attend.open(cache[stack], row)
-                x_BTD, _ = layer(x_BTD, layer_params, index)
-                return (x_BTD, {**cache, stack: attend.close()}), None
-
-            return step
-
         # Index of each layer in the model, and its row in the stack.
-        places = {s: (jnp.array(spec.layers_of(s)), jnp.arange(n)) for s, n in model.stacks.items()}
-        x_BTD, done = model.model.embed(params, ctx), dict(cache)
-        for section in sections(spec, functions, cached):
+        positions = {}
+        for stack, count in model.stacks.items():
+            positions[stack] = (jnp.array(spec.layers_of(stack)), jnp.arange(count))
+
+        x_BTD = model.model.embed(params, ctx)
+        caches = dict(cache)
+        for section in sections(spec, functions, functools.partial(_cached_layer, attend)):
             # The loop over a section's layers carries only the caches of its own stacks.
-            own = {stack: done[stack] for stack in section.stacks}
+            section_caches = {stack: caches[stack] for stack in section.stacks}
             rows = section.rows(spec, slice(0, section.layers))
-            carry: Any = scan_layers(section.period, (x_BTD, own), params, places, rows=rows)[0]
-            x_BTD, done = carry[0], {**done, **carry[1]}
-        return x_BTD, done
+            carry: Any = (x_BTD, section_caches)
+            carry, _ = scan_layers(section.period, carry, params, positions, rows=rows)
+            x_BTD, section_caches = carry
+            caches |= section_caches
+        return x_BTD, caches
+
+
+def _cached_layer(attend: CachedAttend, stack: str, layer: Layer) -> Any:
+    """Returns a layer that reads and writes its row of the cache of its stack:
+    `((x, caches), params, (index, row)) -> ((x, caches), None)`."""
+
+    def step(carry: Any, layer_params: Tree, position: Any) -> tuple[Any, Any]:
+        x_BTD, caches = carry
+        index, row = position
+        attend.open(caches[stack], row)
+        x_BTD, _ = layer(x_BTD, layer_params, index)
+        written = {**caches, stack: attend.close()}
+        return (x_BTD, written), None
+
+    return step
 
 
 def check_decodable(device_run: DeviceRun) -> None:
-    """Raises ConfigError for a mesh or a model that cannot generate, with the one to use instead."""
+    """Raises ConfigError for a mesh or a model that cannot generate,
+    with the one to use instead."""
     shape, model = device_run.layout.shape, device_run.run.model
     if shape.stage > 1:
         other = dataclasses.replace(shape, stage=1, data=shape.data * shape.stage)
         raise ConfigError(
             f"generating on mesh {shape}",
-            f"a token passes the {shape.stage} pipeline stages one after another and the next token waits for it, so "
-            f"each stage would compute 1/{shape.stage} of the time",
+            f"a token passes the {shape.stage} pipeline stages one after another and the next "
+            f"token waits for it, so each stage would compute 1/{shape.stage} of the time",
             f"the same devices without stages, for example --mesh {other}",
         )
     if getattr(model, "dispatch", None) == "capacity":
         raise ConfigError(
             "generating with experts of limited capacity",
-            "which tokens an expert drops depends on the tokens that follow, which are not there yet",
+            "which tokens an expert drops depends on the tokens that follow, which are not there "
+            "yet",
             "--model.dispatch dropless: the same parameters",
         )
 
 
 def stop_array(stops: Sequence[int]) -> np.ndarray:
-    """Returns the stop tokens as an argument of the compiled programs. Raises ConfigError for too many."""
+    """Returns the stop tokens as an argument of the compiled programs.
+    Raises ConfigError for too many."""
     if len(stops) > MAX_STOPS:
         raise ConfigError(f"{len(stops)} stop tokens", f"there is room for {MAX_STOPS}", "fewer")
     return np.array([*stops, *[NO_TOKEN] * (MAX_STOPS - len(stops))], np.int32)

@@ -42,7 +42,8 @@ from meshwright.step.device_run import DeviceRun
 OnText = Callable[[int, str], None]
 """Called with the index of a prompt and the text that was added to it."""
 _FITS = 0.8
-"""Fraction of a device's memory that gathered weights may take, in addition to the ones they are gathered from."""
+"""Fraction of a device's memory that gathered weights may take,
+in addition to the ones they are gathered from."""
 _BEFORE = 16
 """Tokens of a prompt that are decoded before a text."""
 _SIMULATED_BYTES = 2**30
@@ -59,12 +60,14 @@ class Decoding(Ranged, part="decoding"):
     """
 
     weights: Literal["auto", "gathered", "sharded"] = "auto"
-    """Layout of the weights: as in training, gathered over `fsdp` layer by layer for each token (sharded); gathered
-    once, in the compute dtype (gathered). `auto` is `gathered` where that fits the device's memory, else `sharded`."""
+    """Layout of the weights: as in training, gathered over `fsdp` layer by layer for each token
+    (sharded); gathered once, in the compute dtype (gathered). `auto` is `gathered` where that fits
+    the device's memory, else `sharded`."""
     prefill_chunk: PositiveInt = 512
     """Most tokens of each prompt that one prefill step computes."""
     stream_every: PositiveInt = 8
-    """Tokens that the compiled loop decodes before the host looks at them: for streaming, and to stop early."""
+    """Tokens that the compiled loop decodes before the host looks at them: for streaming,
+    and to stop early."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,8 @@ class GenerationReport:
     new_tokens: int
     """Tokens generated for all of them."""
     compile_seconds: float
-    """Seconds that compiling prefill and decode took; 0 where a prompt of the same bucket had come before."""
+    """Seconds that compiling prefill and decode took;
+    0 where a prompt of the same bucket had come before."""
     first_token_seconds: float
     """Seconds from the prompts to the first token of all texts."""
     decode_seconds: float
@@ -124,7 +128,8 @@ class Generated(Shown):
 
 
 class Generator(Brief):
-    """Model with its weights laid out for decoding, and the programs of the buckets that prompts have had so far."""
+    """Model with its weights laid out for decoding,
+    and the programs of the buckets that prompts have had so far."""
 
     def __init__(self, opened: OpenedModel, decoding: Decoding | None = None):
         self.device_run, self.tokenizer, self.chat = (
@@ -171,7 +176,8 @@ class Generator(Brief):
         return tokens
 
     def decoder(self, lengths: Sequence[int], max_tokens: int) -> Decoder:
-        """Returns the programs for prompts of `lengths` tokens, those of other prompts of the same bucket."""
+        """Returns the programs for prompts of `lengths` tokens, those of other prompts
+        of the same bucket."""
         bucket = bucket_for(self.device_run, lengths, max_tokens, self.decoding.prefill_chunk)
         note = note_of_length(max(lengths) + max_tokens, self._positions, self.origin)
         if note and not self._said:
@@ -195,20 +201,12 @@ class Generator(Brief):
     ) -> Generated:
         """Continues each prompt by up to `max_tokens` tokens.
 
-        stop: texts that end a text, besides the tokenizer's end of a document; they are left out of it.
-        Raises ConfigError where the texts would be longer than the model's table of positions; with rotary positions a
-        note on standard error tells that they are longer than those it was trained on.
+        stop: texts that end a text, besides the tokenizer's end of a document; they are left out of
+        it. Raises ConfigError where the texts would be longer than the model's table of positions;
+        with rotary positions a note on standard error tells that they are longer than those it was
+        trained on.
         """
-        if max_tokens < 1 or not prompts:
-            raise ConfigError(
-                f"{max_tokens} tokens after {len(prompts)} prompts",
-                "there is at least one of each",
-                "--max-tokens 1",
-            )
-        if isinstance(stop, str) or "" in stop:
-            raise ConfigError(
-                f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\\n\\n"]'
-            )
+        _check_request(len(prompts), max_tokens, stop)
         sampling = sampling or Sampling()
         encoded = [self.encode(prompt) for prompt in prompts]
         began = time.perf_counter()
@@ -222,10 +220,7 @@ class Generator(Brief):
             last = time.perf_counter()
             if number == 0:
                 first = last
-            for row, text in enumerate(texts):
-                added = text.add(tokens[row], logprobs[row], final=tokens.shape[1] >= max_tokens)
-                if added and on_text is not None:
-                    on_text(row, added)
+            _add_tokens(texts, tokens, logprobs, max_tokens, on_text)
             if all(text.ended for text in texts):
                 break
         memory = decoder.memory()
@@ -250,10 +245,11 @@ class Generator(Brief):
         )
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Scores whole texts, given as tokens: what the model makes of each token after those before it.
+        """Scores whole texts, given as tokens: what the model makes of each token
+        after those before it.
 
-        Returns for each text the log-probability of every token after its first, float32, and whether it is the most
-        probable one, bool.
+        Returns for each text the log-probability of every token after its first, float32, and
+        whether it is the most probable one, bool.
         """
         encoded = [self.encode(text) for text in texts]
         decoder = self.decoder([len(text) for text in encoded], 0)
@@ -270,8 +266,11 @@ class Generator(Brief):
         logprobs_BT, greedy_BT = (np.concatenate(parts, 1) for parts in zip(*scores, strict=True))
         # What slot s scores is the token in slot s + 1.
         end = decoder.end - 1 - first_slot
-        rows = [(row, slice(end - len(text) + 1, end)) for row, text in enumerate(encoded)]
-        return [(logprobs_BT[where], greedy_BT[where]) for where in rows]
+        results = []
+        for row, text in enumerate(encoded):
+            start = end - len(text) + 1
+            results.append((logprobs_BT[row, start:end], greedy_BT[row, start:end]))
+        return results
 
     def _pieces(
         self, decoder: Decoder, encoded: Sequence[np.ndarray], max_tokens: int, sampling: Sampling
@@ -286,10 +285,42 @@ class Generator(Brief):
             yield state
 
 
+def _check_request(prompts: int, max_tokens: int, stop: Sequence[str]) -> None:
+    """Raises ConfigError for no prompts, no tokens, and stops that are not texts."""
+    if max_tokens < 1 or not prompts:
+        raise ConfigError(
+            f"{max_tokens} tokens after {prompts} prompts",
+            "there is at least one of each",
+            "--max-tokens 1",
+        )
+    if isinstance(stop, str) or "" in stop:
+        raise ConfigError(
+            f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\n\n"]'
+        )
+
+
+def _add_tokens(
+    texts: "Sequence[_Text]",
+    tokens_BT: np.ndarray,
+    logprobs_BT: np.ndarray,
+    max_tokens: int,
+    on_text: OnText | None,
+) -> None:
+    """Gives each text its tokens so far, and `on_text` what can be shown of them."""
+    final = tokens_BT.shape[1] >= max_tokens
+    for row, text in enumerate(texts):
+        added = text.add(tokens_BT[row], logprobs_BT[row], final=final)
+        if added and on_text is not None:
+            on_text(row, added)
+
+
 class _Text:
     """One text in progress: its tokens, and what of it has been shown.
 
-    decode: text of tokens.  prompt: tokens before it.  stop: texts that end it.  stops: tokens that end it.
+    decode: text of tokens.
+    prompt: tokens before it.
+    stop: texts that end it.
+    stops: tokens that end it.
     """
 
     def __init__(
@@ -300,7 +331,8 @@ class _Text:
         stops: Sequence[int],
     ):
         self._whole, self._stop, self._stops = decode, tuple(stop), frozenset(stops)
-        # A decoder may drop the space that a text begins with (Llama 2): the prompt's last tokens stand before it.
+        # A decoder may drop the space that a text begins with (Llama 2): the prompt's last
+        # tokens stand before it.
         self._before = [int(token) for token in prompt[-_BEFORE:]]
         self._prefix = decode(self._before)
         self.tokens: list[int] = []
@@ -312,8 +344,8 @@ class _Text:
     def add(self, tokens: np.ndarray, logprobs: np.ndarray, *, final: bool) -> str:
         """Takes all generated tokens so far; returns the text that can be shown now.
 
-        final: no more tokens follow. Otherwise text that may still change is kept back: a character whose bytes are
-        incomplete, and what may be the beginning of a stop string.
+        final: no more tokens follow. Otherwise text that may still change is kept back: a character
+        whose bytes are incomplete, and what may be the beginning of a stop string.
         """
         while not self.ended and self._read < len(tokens):
             token = int(tokens[self._read])
@@ -342,7 +374,8 @@ class _Text:
             text = text[: len(text) - max(kept, default=0)]
         self.ended = self.ended or final
         if not text.startswith(self.shown):
-            # The decoder has changed what it said; what follows is not shown, and the whole text is right at its end.
+            # The decoder has changed what it said;
+            # what follows is not shown, and the whole text is right at its end.
             self.shown = text if final else self.shown
             return ""
         added, self.shown = text[len(self.shown) :], text
@@ -380,10 +413,12 @@ def _token_scores(
     chunk: int,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probability of each label, float32 [T], and whether no token has a larger logit, int32 [T].
+    """Returns the log-probability of each label, float32 [T],
+    and whether no token has a larger logit, int32 [T].
 
-    table_VD: this device's block of the unembedding.  chunk: tokens at a time. As `models.loss.token_losses`
-    without a derivative, and with the comparison.
+    table_VD: this device's block of the unembedding.
+    chunk: tokens at a time. As `models.loss.token_losses` without a derivative,
+    and with the comparison.
     """
     rows = table_VD.shape[0]
     row_V = axis_index(VOCAB_AXES) * rows + jnp.arange(rows)
@@ -421,8 +456,8 @@ def _check_cache(decoder: Decoder, longest: int, max_tokens: int) -> None:
     fits = bucket.slots * memory // need // 2 - longest
     raise ConfigError(
         f"{max_tokens} tokens after a prompt of {longest}",
-        f"a cache of {bucket.batch} text(s) of {bucket.slots} tokens takes {format_bytes(need)} on a device, which "
-        f"has {format_bytes(memory)}",
+        f"a cache of {bucket.batch} text(s) of {bucket.slots} tokens takes {format_bytes(need)} on "
+        f"a device, which has {format_bytes(memory)}",
         f"--max-tokens {fits}"
         if 0 < fits < max_tokens
         else "fewer or shorter prompts at once, or more devices",

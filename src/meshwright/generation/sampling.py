@@ -1,9 +1,11 @@
 """Choice of the next token from its logits.
 
-The random numbers of a token depend on the seed, the sequence's index in the batch, the token's position and its index
-in the vocabulary, and on nothing else: they are the same on any mesh and in any batch padding.
+The random numbers of a token depend on the seed, the sequence's index in the batch, the token's
+position and its index in the vocabulary, and on nothing else: they are the same on any mesh and in
+any batch padding.
 
-Order of the operations, that of `transformers`: repetition penalty, temperature, top-k, top-p, min-p.
+Order of the operations, that of `transformers`: repetition penalty, temperature, top-k,
+top-p, min-p.
 """
 
 import dataclasses
@@ -43,12 +45,14 @@ class Sampling(Ranged):
     top_k: NonNegativeInt = 0
     """Draw among the k most probable tokens; 0 is all."""
     top_p: _Probability = 1.0
-    """Draw among the fewest tokens whose probabilities sum to at least p (nucleus: arXiv:1904.09751); 1 is all."""
+    """Draw among the fewest tokens whose probabilities sum to at least p (nucleus:
+    arXiv:1904.09751); 1 is all."""
     min_p: Fraction = 0.0
-    """Draw among tokens at least p times as probable as the most probable one (arXiv:2407.01082); 0 is all."""
+    """Draw among tokens at least p times as probable as the most probable one (arXiv:2407.01082);
+    0 is all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Divides the positive logits of tokens that the text already has, and multiplies their negative ones (CTRL,
-    arXiv:1909.05858); 1 changes nothing."""
+    """Divides the positive logits of tokens that the text already has, and multiplies their
+    negative ones (CTRL, arXiv:1909.05858); 1 changes nothing."""
     seed: Seed = 0
     """Seed of the random numbers, which do not depend on the mesh."""
 
@@ -87,8 +91,10 @@ def choose_tokens(
 ) -> jax.Array:
     """Returns the next token of each sequence, int32 [B].
 
-    logits_BV: whole vocabulary, float32.  text_BT: tokens so far, -1 where there is none.  sequences_B: index of each
-    sequence in the batch.  positions_B: position that the token will have.
+    logits_BV: whole vocabulary, float32.
+    text_BT: tokens so far, -1 where there is none.
+    sequences_B: index of each sequence in the batch.
+    positions_B: position that the token will have.
     """
     logits_BV = lax.cond(
         settings.repetition_penalty == 1.0,
@@ -117,7 +123,8 @@ def _penalise(logits_BV: jax.Array, text_BT: jax.Array, settings: Settings) -> j
 def _draw(
     logits_BV: jax.Array, settings: Settings, sequences_B: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
-    """Draws by the Gumbel-max trick: the argmax of logits plus Gumbel noise is a draw from their softmax."""
+    """Draws by the Gumbel-max trick: the argmax of logits plus Gumbel noise is a draw
+    from their softmax."""
     vocab = logits_BV.shape[1]
     kept_BV = keep_tokens(
         logits_BV / settings.temperature, settings.top_k, settings.top_p, settings.min_p

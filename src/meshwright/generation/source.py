@@ -1,6 +1,7 @@
 """Sources of weights: a run's folder, or a Hugging Face folder.
 
-`open_weights` is the one place where a source is opened; another kind of source is another branch of it.
+`open_weights` is the one place where a source is opened;
+another kind of source is another branch of it.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ class OpenedModel:
     """Where the weights are from, for reports: `runs/mine, step 500`."""
     chat: ChatTemplate | None = None
     positions: int | None = None
-    """Positions that the configuration of the weights names, `max_position_embeddings`; None where there is none."""
+    """Positions that the configuration of the weights names, `max_position_embeddings`;
+    None where there is none."""
 
 
 def open_weights(
@@ -49,10 +51,12 @@ def open_weights(
     at: int | None = None,
     devices: int | None = None,
 ) -> OpenedModel:
-    """Opens a run's folder and restores its last checkpoint, or that of step `at`, on a mesh; or loads `hf:PATH`.
+    """Opens a run's folder and restores its last checkpoint, or that of step `at`, on a mesh;
+    or loads `hf:PATH`.
 
-    mesh: None takes the run's own, or the default one of the devices found.  devices: use the first so many.
-    Raises ConfigError for a recipe, which has no weights, CheckpointError where there is no run.
+    mesh: None takes the run's own, or the default one of the devices found.
+    devices: use the first so many. Raises ConfigError for a recipe, which has no weights,
+    CheckpointError where there is no run.
     """
     name = str(source)
     if is_hugging_face(name) and at is not None:
@@ -83,7 +87,8 @@ def open_weights(
 
 
 def run_of_source(source: str | Path) -> Run:
-    """Returns the Run of what `open_weights` opens. Raises ConfigError for a recipe that has no weights."""
+    """Returns the Run of what `open_weights` opens.
+    Raises ConfigError for a recipe that has no weights."""
     if is_hugging_face(str(source)):
         return run_of_hugging_face(str(source))
     if path_of(source).is_dir():
@@ -99,7 +104,8 @@ def run_of_source(source: str | Path) -> Run:
 
 
 def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) -> DeviceRun:
-    """Places a run on devices to decode with. Raises ConfigError where the model does not fit the mesh."""
+    """Places a run on devices to decode with.
+    Raises ConfigError where the model does not fit the mesh."""
     available = first_devices(devices)
     run = run_for_decoding(run, mesh or run.mesh or default_mesh_shape(len(available)))
     assert run.mesh is not None
@@ -107,9 +113,11 @@ def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) ->
 
 
 def run_for_decoding(run: Run, shape: MeshShape) -> Run:
-    """Returns a run on a mesh with a batch and a sequence length that fit it; kernels of training are left out.
+    """Returns a run on a mesh with a batch and a sequence length that fit it;
+    kernels of training are left out.
 
-    The sizes of a training step do not matter here: prompts, slots and chunks have sizes of their own.
+    The sizes of a training step do not matter here: prompts, slots and chunks have sizes
+    of their own.
     """
     multiple = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
     longest = run.model.spec().max_seq

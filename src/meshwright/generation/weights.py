@@ -1,8 +1,8 @@
 """Weights as the decode loop reads them: as the training step keeps them, or gathered once.
 
-A training step gathers a layer's weights over `fsdp` for thousands of tokens. A decode step would gather them for one
-token of each sequence, which takes longer than the token. Where the weights fit they are gathered once, in the compute
-dtype, and stay so.
+A training step gathers a layer's weights over `fsdp` for thousands of tokens. A decode step would
+gather them for one token of each sequence, which takes longer than the token. Where the weights fit
+they are gathered once, in the compute dtype, and stay so.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from meshwright.sharding.placement import local_shape
 from meshwright.step.device_run import DeviceRun, param_specs
 
 WeightsLayout = Literal["gathered", "sharded"]
-"""`sharded` keeps the layout and dtype of training and gathers each layer for each token; `gathered` gathers all of
-them once, in the compute dtype."""
+"""`sharded` keeps the layout and dtype of training and gathers each layer for each token;
+`gathered` gathers all of them once, in the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,8 @@ def _gathered(device_run: DeviceRun) -> tuple[Any, Tree]:
 
 
 def _gather_stack(device_run: DeviceRun, params: Tree, path: str) -> Tree:
-    """Gathers a subtree: one layer after another where it is stacked, since gathers are those of one layer."""
+    """Gathers a subtree: one layer after another where it is stacked, since gathers are those
+    of one layer."""
     gather = device_run.local_model.execution.gather_params
     leaves = jax.tree.leaves(device_run.layout.params[path], is_leaf=lambda x: isinstance(x, Param))
     if not any("L" in p.dims for p in leaves):

@@ -14,12 +14,13 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from meshwright.errors import ConfigError, HostError, MeshwrightError
-from meshwright.hardware.hosts import store
+from meshwright.hardware.hosts import installed_versions, store
 from meshwright.signs import waiting
 from meshwright.statuses import statuses_of
 
@@ -42,6 +43,22 @@ def digest(text: str | bytes) -> str:
     """Returns a short digest of a text, to publish in its place."""
     data = text.encode() if isinstance(text, str) else text
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+def versions_of_program() -> dict[str, str]:
+    """Returns the versions of what decides on numbers, and a digest of this package's files.
+
+    An installation in place has no version that tells changes.
+    """
+    root = Path(__file__).parents[1]
+    files = sorted(file for file in root.rglob("*") if _is_source(file))
+    contents = b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files)
+    return {**installed_versions(), "meshwright's source": digest(contents)}
+
+
+def _is_source(file: Path) -> bool:
+    """Whether a file of the package decides what a run computes: code, or a table that it reads."""
+    return file.is_file() and "__pycache__" not in file.parts
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:

@@ -78,8 +78,9 @@ class Hosts:
 
     Example:
         >>> from meshwright.hardware.hosts import hosts_of
-        >>> hosts_of({"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "10.0.0.1"})
-        Hosts(source='MASTER_ADDR and RANK', processes=4, process=3, coordinator='10.0.0.1:8476', local_device=None)
+        >>> hosts = hosts_of({"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "10.0.0.1"})
+        >>> hosts.source, hosts.process, hosts.processes, hosts.coordinator
+        ('MASTER_ADDR and RANK', 3, 4, '10.0.0.1:8476')
     """
 
     source: str

@@ -211,7 +211,8 @@ def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[
             unknown = unknown_option(error)
             if unknown not in left:
                 raise ConfigError(
-                    f"compiler options {', '.join(f'{name}={value}' for name, value in left.items())}",
+                    "compiler options "
+                    f"{', '.join(f'{name}={value}' for name, value in left.items())}",
                     str(error).splitlines()[0][:300],
                     "another value, or --training.compiler-options auto",
                 ) from error

@@ -296,7 +296,8 @@ def _counted(chip: str, count: str) -> list[str]:
         )
     first, last = int(low), int(high or low)
     if not 0 < first <= last:
-        raise ConfigError(asked, f"{first} to {last} holds nothing", f"{chip}:64..1024")
+        ends = f"{last}..{first}" if last else "64..1024"
+        raise ConfigError(asked, f"{first} to {last} holds nothing", f"{chip}:{ends}")
     numbers = sorted(
         {first, last} | {2**n for n in range(last.bit_length()) if first <= 2**n <= last}
     )

@@ -1,7 +1,8 @@
-"""Architectures of Hugging Face: configuration to model and back, and the tensors of each parameter.
+"""Architectures of Hugging Face: configuration to model and back,
+and the tensors of each parameter.
 
-An architecture is a table of entries, each read and written by the same code, and a table of tensors. Another one is
-added from outside the package by adding it to `ARCHITECTURES`.
+An architecture is a table of entries, each read and written by the same code, and a table of
+tensors. Another one is added from outside the package by adding it to `ARCHITECTURES`.
 """
 
 import dataclasses
@@ -89,7 +90,8 @@ class Architecture:
     layer: str = _LAYER
     """Prefix of a layer's tensors."""
     tied: tuple[str, str] | None = ("lm_head.weight", "model.embed_tokens.weight")
-    """Tensor that files may have besides the one that it is tied to: it is compared with it, and not kept."""
+    """Tensor that files may have besides the one that it is tied to: it is compared
+    with it, and not kept."""
     computed: tuple[str, ...] = _COMPUTED
     """Patterns of stored tensors that are computed, not learned: they are left out."""
     prefix: str = ""
@@ -99,9 +101,12 @@ class Architecture:
     other_types: tuple[str, ...] = ()
     """Further types that files of this architecture name."""
     left_out: tuple[str, ...] = ()
-    """Patterns of learned tensors that no logit depends on: they are left out, and a note counts them."""
+    """Patterns of learned tensors that no logit depends on: they are left out,
+    and a note counts them."""
     forms: Mapping[str, Names] = dataclasses.field(default_factory=dict)
     """Other forms that published files have: name of the form -> the tensors that differ in it."""
+    names_by_fields: Callable[[Any], Names] = dataclasses.field(default_factory=lambda: _no_names)
+    """Tensors whose axes depend on the model's fields: `model -> those that differ`."""
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -109,23 +114,32 @@ class Architecture:
         return (self.model_type, *self.other_types)
 
     def read(self, fields: Fields) -> Model:
-        """Returns the model of a configuration. Raises WeightsError for a field that the family does not compute."""
+        """Returns the model of a configuration.
+        Raises WeightsError for a field that the family does not compute."""
         return self.family(**read_table(self.table, fields))
 
     def write(self, model: Model) -> dict[str, Any] | None:
-        """Returns the configuration of a model, or None where the architecture cannot express it."""
+        """Returns the configuration of a model,
+        or None where the architecture cannot express it."""
         return write_table(self.table, model) if type(model) is self.family else None
 
     def tensors(self, model: Model, form: str = "") -> Mapping[str, StoredTensor]:
-        """Returns where each parameter of a model is stored, by dotted path. form: one of `forms`."""
+        """Returns where each parameter of a model is stored, by dotted path.
+        form: one of `forms`."""
         other = self.forms[form] if form else {}
-        return locate_tensors(model, {**self.names, **other}, self.layer)
+        names = {**self.names, **self.names_by_fields(model), **other}
+        return locate_tensors(model, names, self.layer)
+
+
+def _no_names(model: Model) -> Names:
+    return {}
 
 
 _BIAS_UPDATE_RATE = 0.001
 """Step of the router bias in DeepSeek-V3's training (arXiv:2412.19437, section 4.2)."""
 _V3_BALANCE_WEIGHT, _V2_BALANCE_WEIGHT = 0.0001, 0.001
-"""Weight of the sequence-wise balance loss (arXiv:2412.19437, section 4.2; V2-Lite's `aux_loss_alpha`)."""
+"""Weight of the sequence-wise balance loss (arXiv:2412.19437, section 4.2;
+V2-Lite's `aux_loss_alpha`)."""
 
 # Entries that several architectures share.
 _CORE = (
@@ -180,12 +194,15 @@ _PACKED_FORMS = {
     "packed experts": _packed_experts(("E", "F+", "D"), ("E", "D", "F")),
     "packed and transposed experts": _packed_experts(("E", "D", "F+"), ("E", "F", "D")),
 }
-"""Forms of experts under one name. `transformers` takes the first where both have the same shape."""
+"""Forms of experts under one name.
+`transformers` takes the first where both have the same shape."""
 
 
-# Llama and its relatives: Mistral, Phi-3 and 4, Qwen2, Qwen3, OLMo 2 and 3, SmolLM3, Mixtral, Qwen3-MoE.
+# Llama and its relatives: Mistral, Phi-3 and 4, Qwen2, Qwen3, OLMo 2
+# and 3, SmolLM3, Mixtral, Qwen3-MoE.
 def _read_window(fields: Fields) -> dict[str, Any]:
-    """Returns the sliding window of Qwen's architectures, which have it from the layer `max_window_layers` on."""
+    """Returns the sliding window of Qwen's architectures, which have it from the layer
+    `max_window_layers` on."""
     layers = fields.get("num_hidden_layers")
     window = _qwen_window(fields)
     first = fields.get("max_window_layers", 28)
@@ -201,14 +218,16 @@ def _read_window(fields: Fields) -> dict[str, Any]:
         return {"sliding_window": None}
     if set(kinds) != {"sliding_attention"} or window is None:
         raise fields.error(
-            f"some layers have a sliding window of {window} and others do not (layer_types, max_window_layers {first})",
+            f"some layers have a sliding window of {window} and others do not (layer_types, "
+            f"max_window_layers {first})",
             "a model whose layers all have one, or none",
         )
     return {"sliding_window": int(window)}
 
 
 def _qwen_window(fields: Fields) -> int | None:
-    """Returns the window that some layers have; a configuration that uses one and has no size has that of 4096."""
+    """Returns the window that some layers have;
+    a configuration that uses one and has no size has that of 4096."""
     size = fields.get("sliding_window", None)
     if not fields.flag("use_sliding_window"):
         return None
@@ -216,13 +235,14 @@ def _qwen_window(fields: Fields) -> int | None:
 
 
 def _read_window_of_all(fields: Fields) -> dict[str, Any]:
-    """Returns the sliding window of Qwen3-MoE: `transformers` gives it to all layers, or to none."""
+    """Returns the sliding window of Qwen3-MoE: `transformers` gives it to all layers,
+    or to none."""
     window, first = _qwen_window(fields), fields.get("max_window_layers", 0)
     kinds = set(fields.get("layer_types", ["sliding_attention"]))
     if window is not None and (first or kinds != {"sliding_attention"}):
         found = (
-            f"it uses a sliding window of {window} from layer {first} on (max_window_layers, layer_types), and "
-            "`transformers` would give it to all layers"
+            f"it uses a sliding window of {window} from layer {first} on (max_window_layers, "
+            "layer_types), and `transformers` would give it to all layers"
         )
         raise fields.error(found, "max_window_layers 0, or use_sliding_window false")
     return {"sliding_window": window}
@@ -238,7 +258,8 @@ def _read_qwen2_moe_window(fields: Fields) -> dict[str, Any]:
 
 
 def _check_full_attention(fields: Fields, default: list[str]) -> None:
-    """Raises WeightsError where some layers have a sliding window. default: kinds of layers, where no field has them."""
+    """Raises WeightsError where some layers have a sliding window.
+    default: kinds of layers, where no field has them."""
     kinds = set(fields.get("layer_types", default))
     if kinds - {"full_attention"}:
         found = f"layer_types has {', '.join(sorted(kinds))}"
@@ -261,8 +282,8 @@ def _read_olmo3_rope(fields: Fields) -> dict[str, Any]:
     )
     if local.kind != "default" or local.theta != rope.theta:
         raise fields.error(
-            f"rotary frequencies of local layers have the base {local.theta:g} and the scaling {local.kind!r}, those "
-            f"of global ones the base {rope.theta:g}",
+            f"rotary frequencies of local layers have the base {local.theta:g} and the scaling "
+            f"{local.kind!r}, those of global ones the base {rope.theta:g}",
             "the same rope_theta in both, and YaRN or nothing in global layers",
         )
     return {"rope_theta": rope.theta, "yarn": read_yarn(rope)}
@@ -437,32 +458,29 @@ _GRANITE_MOE = (
 )
 
 
-def _kinds_of_granite_hybrid(layers: int, interval: int, offset: int) -> list[str]:
-    attention = range(offset, layers, interval) if interval else ()
-    return ["attention" if i in attention else "mamba" for i in range(layers)]
-
-
-_NEW_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
-"""Kinds of layers as `transformers` 5 names them -> as the published files do."""
+_LETTERS_OF_GRANITE = {"linear_attention": "M", "full_attention": "*"}
+"""Kind of layers, as `transformers` 5 names it -> its letter in a pattern."""
+_OLDER_LETTERS_OF_GRANITE = {"mamba": "M", "attention": "*"}
+"""As the published files name it."""
 
 
 def _read_granite_hybrid_layers(fields: Fields) -> dict[str, Any]:
     layers = fields.get("num_hidden_layers")
-    found = fields.first("layer_types", "layers_block_type", default=["mamba"] * layers)
-    kinds = [_NEW_NAMES.get(kind, kind) for kind in found]
-    attention = [i for i, kind in enumerate(kinds) if kind == "attention"]
-    if not attention:
-        interval, offset = 0, 0
-    else:
-        offset = attention[0]
-        interval = attention[1] - offset if len(attention) > 1 else layers
-    repeats = interval == 0 or offset < interval
-    if not repeats or kinds != _kinds_of_granite_hybrid(layers, interval, offset):
-        raise fields.error(
-            f"layer_types does not repeat: attention is in layers {attention} of {layers}",
-            "a model with attention in each n-th layer, and a state space in the others",
-        )
-    return {"attention_interval": interval, "attention_offset": offset}
+    kinds = fields.first("layer_types", "layers_block_type", default=["mamba"] * layers)
+    letters = _LETTERS_OF_GRANITE | _OLDER_LETTERS_OF_GRANITE
+    unknown = sorted({str(kind) for kind in kinds if kind not in letters})
+    if unknown or len(kinds) != layers:
+        found = f"layer_types has {len(kinds)} kinds for {layers} layers"
+        if unknown:
+            found = f"layer_types has {', '.join(unknown)}"
+        raise fields.error(found, f"one of {', '.join(letters)} for each layer")
+    pattern = "".join(letters[kind] for kind in kinds)
+    return {"pattern": pattern}
+
+
+def _write_granite_hybrid_layers(c: Any) -> dict[str, Any]:
+    names = {letter: name for name, letter in _OLDER_LETTERS_OF_GRANITE.items()}
+    return {"layer_types": [names[letter] for letter in c.kinds]}
 
 
 def _read_rotation(fields: Fields) -> dict[str, Any]:
@@ -534,14 +552,7 @@ _GRANITE_HYBRID = (
     flag("attention_bias", "attention_bias"),
     same("shared_intermediate_size", "mlp", 1024),
     Entry(_read_granite_hybrid_experts, _write_granite_hybrid_experts),
-    Entry(
-        _read_granite_hybrid_layers,
-        lambda c: {
-            "layer_types": _kinds_of_granite_hybrid(
-                c.layers, c.attention_interval, c.attention_offset
-            )
-        },
-    ),
+    Entry(_read_granite_hybrid_layers, _write_granite_hybrid_layers),
     Entry(
         _read_rotation,
         lambda c: {"position_embedding_type": "rope" if c.rotation == "rope" else "nope"},
@@ -562,7 +573,8 @@ _OLDER_KINDS_OF_NEMOTRON_H = {"mamba": "M", "attention": "*"}
 
 
 def _read_nemotron_h_layers(fields: Fields) -> dict[str, Any]:
-    """Returns the kinds of layers: `transformers` takes a list of them before the string of published files."""
+    """Returns the kinds of layers: `transformers` takes a list of them
+    before the string of published files."""
     fields.without_effect("num_hidden_layers")
     letters = fields.get("hybrid_override_pattern", "ME*-")
     kinds = fields.first("layers_block_type", "layer_types", default=[])
@@ -591,7 +603,8 @@ def _write_nemotron_h_layers(c: Any) -> dict[str, Any]:
 
 
 def _check_older_names_of_nemotron_h(fields: Fields) -> None:
-    """Raises WeightsError where a field that `transformers` no longer reads differs from the one that it reads."""
+    """Raises WeightsError where a field that `transformers` no longer reads differs
+    from the one that it reads."""
     older = {
         "norm_eps": fields.get("layer_norm_epsilon", 1e-5),
         "rms_norm_eps": fields.get("layer_norm_epsilon", 1e-5),
@@ -631,7 +644,7 @@ _NEMOTRON_H = (
     must(router_score="sigmoid", dispatch="dropless"),
     given(bias_update_rate=_BIAS_UPDATE_RATE, aux_loss_weight=_V3_BALANCE_WEIGHT),
     fixed("n_shared_experts", 1),
-    fixed("moe_latent_size", None),
+    same("moe_latent_size", "expert_latent", None),
     fixed("mlp_hidden_act", "relu2"),
     fixed("mamba_hidden_act", "silu"),
     fixed("use_conv_bias", True),
@@ -670,7 +683,8 @@ _COHERE_OF_BOTH = (
     only_if(lambda c: head_size_of(c) * c.heads == c.width),
     # Its default is a token of the published vocabulary, whose embedding `torch` would not train.
     Entry(write=lambda c: {"pad_token_id": None}),
-    # Fields of the published files that `transformers` does not read: what they say is what it computes.
+    # Fields of the published files that `transformers` does not read: what they say is what
+    # it computes.
     fixed("use_parallel_block", True, written=False),
     fixed("use_gated_activation", True, written=False),
     fixed("use_embedding_sharing", True, written=False),
@@ -680,8 +694,7 @@ _COHERE_OF_BOTH = (
 )
 _COHERE = (
     *(*_COHERE_OF_BOTH, plain_rope(500000.0)),
-    # Norms of queries and keys, with a scale of each head (Command R+).
-    fixed("use_qk_norm", False),
+    choice("use_qk_norm", "qk_norm", {False: "none", True: "layer_heads"}, default=False),
 )
 
 
@@ -704,7 +717,8 @@ _COHERE2 = (
 
 
 def _read_hunyuan_rope(fields: Fields) -> dict[str, Any]:
-    """Returns the rotation of Hunyuan, whose scaling of type dynamic with an alpha is another base for all lengths."""
+    """Returns the rotation of Hunyuan, whose scaling of type dynamic
+    with an alpha is another base for all lengths."""
     rope = rope_fields(fields)
     if rope.kind == "dynamic" and rope.scaling.get("alpha"):
         rope.number("factor")  # `transformers` demands it, and computes nothing of it
@@ -726,7 +740,8 @@ _HUNYUAN_NAMES = {
 
 
 def _apart_from_temperature(fields: Fields) -> tuple[Fields, dict[str, Any]]:
-    """Returns the fields without those of the growth of queries, and that growth as fields of a model."""
+    """Returns the fields without those of the growth of queries,
+    and that growth as fields of a model."""
     parameters = fields.get("rope_parameters")
     scale, length = "llama_4_scaling_beta", "original_max_position_embeddings"
     for name in (scale, length):
@@ -812,9 +827,23 @@ _NEMOTRON_H_NAMES = {
         for name in ("up", "down", "router", "expert_up", "expert_down")
     },
     "router_bias": ("mixer.gate.e_score_correction_bias", ("R",)),
+    "latent_down": ("mixer.fc1_latent_proj.weight", ("Z", "D")),
+    "latent_up": ("mixer.fc2_latent_proj.weight", ("D", "Z")),
     "shared_up": ("mixer.shared_experts.up_proj.weight", ("F", "D")),
     "shared_down": ("mixer.shared_experts.down_proj.weight", ("D", "F")),
 }
+
+
+def _names_of_latent_experts(c: NemotronH) -> Names:
+    """Returns the experts of a Nemotron-H whose rows are latents and not of the model's width."""
+    if c.expert_latent is None:
+        return {}
+    return {
+        "expert_up": (_NEMOTRON_H_NAMES["expert_up"][0], ("F", "Z")),
+        "expert_down": (_NEMOTRON_H_NAMES["expert_down"][0], ("Z", "F")),
+    }
+
+
 _SHARED_MLP = {"gate": ("F+", "D"), "up": ("F+", "D")}
 _GRANITE_HYBRID_NAMES = {
     **{name: names for name, names in _GRANITE_MOE_NAMES.items() if name not in _MAMBA_NAMES},
@@ -828,7 +857,12 @@ _GRANITE_HYBRID_NAMES = {
     },
     "shared_down": ("shared_mlp.output_linear.weight", ("D", "F")),
 }
-_COHERE_NAMES = {**LLAMA, "final_norm.scale": LLAMA["final_norm"]}
+_COHERE_NAMES = {
+    **LLAMA,
+    "final_norm.scale": LLAMA["final_norm"],
+    "query_norm": ("self_attn.q_norm.weight", ("N", "H")),
+    "key_norm": ("self_attn.k_norm.weight", ("K", "H")),
+}
 _OLMO_NAMES = {
     **LLAMA,
     "attention_norm": ("post_attention_layernorm.weight", ("D",)),
@@ -857,7 +891,8 @@ _MIXTRAL_NAMES = {
     "expert_down": ("block_sparse_moe.experts.{expert}.w2.weight", ("D", "F")),
 }
 
-# DeepSeek-V3, Kimi K2 (the same architecture with other sizes) and DeepSeek-V2-Lite; GLM-4.5 has V3's experts.
+# DeepSeek-V3, Kimi K2 (the same architecture with other sizes) and DeepSeek-V2-Lite;
+# GLM-4.5 has V3's experts.
 
 
 def _read_deepseek_rope(fields: Fields) -> dict[str, Any]:
@@ -897,7 +932,8 @@ def _write_deepseek_rope(c: Any) -> dict[str, Any] | None:
 
 
 def _read_mtp_depth(fields: Fields) -> dict[str, Any]:
-    """Returns the layers of multi-token prediction whose weights are there: the released files have one.
+    """Returns the layers of multi-token prediction whose weights are there: the released files
+    have one.
 
     `transformers` names them in the configuration and leaves them out of the files that it writes.
     """
@@ -950,7 +986,8 @@ _DEEPSEEK = (
 
 
 def _check_kv_heads(fields: Fields) -> None:
-    """Raises WeightsError where key/value heads are missing and `transformers` would take 128 for fewer heads."""
+    """Raises WeightsError where key/value heads are missing
+    and `transformers` would take 128 for fewer heads."""
     heads = fields.get("num_attention_heads")
     if "num_key_value_heads" not in fields.config and heads != 128:
         found = (
@@ -991,7 +1028,8 @@ _DEEPSEEK_V2 = (
 
 
 def _read_dense_of_glm4_moe_lite(fields: Fields) -> dict[str, Any]:
-    """Returns the leading dense layers: one, where the configuration does not name the kind of each layer."""
+    """Returns the leading dense layers: one,
+    where the configuration does not name the kind of each layer."""
     layers = fields.get("num_hidden_layers")
     kinds = fields.get("mlp_layer_types", ["dense"] + ["sparse"] * (layers - 1))
     dense = kinds.count("dense")
@@ -1031,7 +1069,8 @@ def _read_dense_of_sparse_deepseek(fields: Fields) -> dict[str, Any]:
 
 
 def _check_every_layer_has_an_indexer(fields: Fields) -> None:
-    """Raises WeightsError for layers that attend to all keys, or to those that another layer chose."""
+    """Raises WeightsError for layers that attend to all keys,
+    or to those that another layer chose."""
     layers = fields.get("num_hidden_layers")
     for name, known in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
         kinds = fields.get(name, [known] * layers)
@@ -1141,7 +1180,8 @@ _SPARSE_DEEPSEEK_NAMES = {
     "index_weights": ("self_attn.indexer.weights_proj.weight", ("I", "D")),
 }
 _MTP_COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
-"""Copies of embedding and unembedding with the layer of multi-token prediction, which shares those of the model."""
+"""Copies of embedding and unembedding with the layer of multi-token prediction,
+which shares those of the model."""
 _GLM4_MOE = (
     *(*_SIZES, _MLP, _EPSILON_5, scaled_rope(fraction=0.5)),
     flag("attention_bias", "qkv_bias"),
@@ -1157,15 +1197,16 @@ _GLM4_MOE = (
 
 
 def _read_minimax_m2_rope(fields: Fields) -> dict[str, Any]:
-    """Returns the rotation of MiniMax-M2, whose published files state the features that rotate (`rotary_dim`)."""
+    """Returns the rotation of MiniMax-M2,
+    whose published files state the features that rotate (`rotary_dim`)."""
     size = fields.get("head_dim", 128)
     part = fields.get("rotary_dim", size) / size
     rope = rope_fields(fields, 5e6, fraction=part, partial=True)
     return {"rope_theta": rope.theta, **read_scaling(rope), "rotary_fraction": rope.fraction}
 
 
-# What the fields of the published files that `transformers` does not read say, it computes; and it leaves out the layers
-# for further tokens.
+# What the fields of the published files that `transformers` does not read say, it computes; and it
+# leaves out the layers for further tokens.
 _MINIMAX_M2 = (
     *(*_USUAL_SIZES, own_head_size(128), _EPSILON),
     Entry(_read_minimax_m2_rope, scaled_rope(fraction=0.5).write),
@@ -1250,7 +1291,8 @@ def _write_gemma3_rope(c: Any) -> dict[str, Any]:
 
 
 def _softcap(name: str, field: str, default: float | None) -> Entry:
-    """Returns the entry of a soft cap, whose null has no cap. default: where the field is missing."""
+    """Returns the entry of a soft cap, whose null has no cap.
+    default: where the field is missing."""
 
     def read(fields: Fields) -> dict[str, Any]:
         fields.without_effect(name)
@@ -1312,7 +1354,8 @@ def _read_gemma4_layers(fields: Fields) -> dict[str, Any]:
 
 
 def _read_gemma4_heads(fields: Fields) -> dict[str, Any]:
-    """Returns the heads of global layers, which the files of `transformers` 5.24 have for each layer."""
+    """Returns the heads of global layers,
+    which the files of `transformers` 5.24 have for each layer."""
     shares = fields.flag("attention_k_eq_v")
     kv_heads = fields.get("num_key_value_heads")
     own = {"head_dim": fields.get("global_head_dim", 512)}
@@ -1330,7 +1373,8 @@ def _read_gemma4_heads(fields: Fields) -> dict[str, Any]:
 
 
 def _heads_of_global_layers(fields: Fields, by_layer: Mapping[str, Any]) -> dict[str, int]:
-    """Returns what `per_layer_config` has for every global layer. Raises WeightsError for anything else in it."""
+    """Returns what `per_layer_config` has for every global layer.
+    Raises WeightsError for anything else in it."""
     kinds = _gemma4_layer_types(fields)
     own = next(iter(by_layer.values()))
     layers = [int(layer) for layer in by_layer if layer.isdecimal()]
@@ -1385,7 +1429,8 @@ def _write_gemma4_rope(c: Any) -> dict[str, Any]:
 
 
 def _check_gemma4_parts(fields: Fields) -> None:
-    """Raises WeightsError for the parts of the small models. `transformers` has them where no field excludes them."""
+    """Raises WeightsError for the parts of the small models.
+    `transformers` has them where no field excludes them."""
     width = fields.config.get("hidden_size_per_layer_input", 256)
     fields.without_effect("hidden_size_per_layer_input", "vocab_size_per_layer_input")
     lacked = []
@@ -1523,7 +1568,8 @@ _GPT2_NAMES = {
 
 # GPT-OSS: the experts of a layer in one tensor, gate and up by turns in its columns.
 def _read_gpt_oss_rope(fields: Fields) -> dict[str, Any]:
-    # `transformers` takes YaRN for a configuration without rotary fields, and Meshwright writes them.
+    # `transformers` takes YaRN for a configuration without rotary fields,
+    # and Meshwright writes them.
     fields.first("rope_scaling", "rope_parameters")
     rope = rope_fields(fields, 150000.0)
     return {"rope_theta": rope.theta, "rope_scaling": read_yarn(rope)}
@@ -1590,7 +1636,8 @@ def _read_llama4_layers(fields: Fields) -> dict[str, Any]:
         if kinds != expected[name] or (name == "moe_layers" and not moe):
             raise fields.error(
                 f"{name} is {kinds}, and Meshwright computes layers that repeat: {expected[name]}",
-                "a model whose layers without rotary embedding, and those with experts, are each n-th",
+                "a model whose layers without rotary embedding, and those with experts, are each "
+                "n-th",
             )
     return {"no_rope_interval": interval, "expert_interval": step}
 
@@ -1662,7 +1709,8 @@ def _write_qwen3_next_layers(c: Any) -> dict[str, Any]:
 
 
 def _linear_and_full(kv_heads: int) -> tuple[Entry, ...]:
-    """Returns the entries of linear and full attention by turns. kv_heads: where the configuration has none."""
+    """Returns the entries of linear and full attention by turns.
+    kv_heads: where the configuration has none."""
     return (
         *_CORE,
         same("num_key_value_heads", "kv_heads", kv_heads),
@@ -1679,7 +1727,8 @@ def _linear_and_full(kv_heads: int) -> tuple[Entry, ...]:
 
 
 def _experts_and_shared(experts: int, experts_per_token: int) -> tuple[Entry, ...]:
-    """Returns the entries of experts in all layers, and a shared one. The numbers stand for missing fields."""
+    """Returns the entries of experts in all layers, and a shared one.
+    The numbers stand for missing fields."""
     return (
         without_effect("intermediate_size"),  # of layers without experts
         _PLAIN_ROUTING,
@@ -1698,7 +1747,8 @@ _QWEN3_NEXT = (
     fixed("mlp_only_layers", []),
     same("norm_topk_prob", "normalize_top_k", True),
 )
-# Fields of the published files that `transformers` does not read: what they say is what it computes.
+# Fields of the published files that `transformers` does not read: what they say is what
+# it computes.
 _QWEN3_5_CONSTANTS = (
     fixed("attn_output_gate", True, written=False),
     fixed("output_gate_type", "swish", "silu", written=False),
@@ -1723,7 +1773,8 @@ _FUSED = {
     },
     "linear_attn.in_proj_ba.weight": {"rate": "NG/", "step": "NG/"},
 }
-"""Tensor -> the projections in it, of which it has the rows of the first head, then those of the next."""
+"""Tensor -> the projections in it, of which it has the rows of the first head, then those
+of the next."""
 _TAPS = "linear_attn.conv1d.weight"
 _QWEN3_NEXT_NAMES = {
     **LLAMA,
@@ -1760,7 +1811,8 @@ _QWEN3_5_NAMES = {
     "step": (_IN_PROJ["step"], ("NG", "D")),
 }
 
-# Kimi Linear. The published files state linear attention in `linear_attn_config`, with layers numbered from 1.
+# Kimi Linear. The published files state linear attention in `linear_attn_config`,
+# with layers numbered from 1.
 _LINEAR_CONFIG = "linear_attn_config"
 _LINEAR_LAYERS = ("full_attn_layers", "kda_layers")
 _LINEAR_SIZES = {
@@ -1768,7 +1820,8 @@ _LINEAR_SIZES = {
     "linear_head_size": ("head_dim", "linear_head_dim", 128),
     "convolution_taps": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
 }
-"""Field of the model -> its name there, its name in configurations of `transformers` 5, and its default."""
+"""Field of the model -> its name there, its name in configurations of `transformers` 5,
+and its default."""
 
 
 def _full_layers_of_kimi(layers: int, interval: int) -> list[int]:
@@ -1777,7 +1830,8 @@ def _full_layers_of_kimi(layers: int, interval: int) -> list[int]:
 
 
 def _read_linear_config(fields: Fields) -> Mapping[str, Any]:
-    """Returns `linear_attn_config`. Raises WeightsError for a field that is not known, or a layer in no list or two."""
+    """Returns `linear_attn_config`.
+    Raises WeightsError for a field that is not known, or a layer in no list or two."""
     stated = fields.mapping(_LINEAR_CONFIG)
     known = {*_LINEAR_LAYERS, *(name for name, _, _ in _LINEAR_SIZES.values())}
     unknown = sorted(stated.keys() - known)
@@ -1861,14 +1915,16 @@ _KIMI_LINEAR = (
     same("moe_renormalize", "normalize_top_k", True),
     same("num_expert_group", "expert_groups", 1),
     same("topk_group", "topk_groups", 1),
-    # Fields of the published files that `transformers` does not read: what they say is what it computes.
+    # Fields of the published files that `transformers` does not read: what they say is what
+    # it computes.
     fixed("moe_router_activation_func", "sigmoid"),
     fixed("mla_use_nope", True),
     fixed("moe_layer_freq", 1),
     fixed("use_grouped_topk", True, written=False),
     fixed("num_nextn_predict_layers", 0, written=False),
     without_effect("rope_theta", "rope_scaling", "rope_parameters", "model_max_length"),
-    # `transformers` takes the published number where it is missing, which may be beyond the vocabulary.
+    # `transformers` takes the published number where it is missing,
+    # which may be beyond the vocabulary.
     Entry(write=lambda c: {"pad_token_id": None}),
     must(router_score="sigmoid", dispatch="dropless"),
     given(
@@ -1908,7 +1964,8 @@ _KIMI_LINEAR_FORMS = {
         for name in ("gate", "up", "down")
     }
 }
-"""`transformers` 5 writes the dense layers under the word that the published files have for experts."""
+"""`transformers` 5 writes the dense layers under the word
+that the published files have for experts."""
 
 _ALL = (
     Architecture("DeepseekV2ForCausalLM", "deepseek_v2", Deepseek, _DEEPSEEK_V2, _DEEPSEEK_NAMES),
@@ -1951,7 +2008,8 @@ _ALL = (
         (r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
         "transformer.",
     ),
-    # What is left out is the layer that predicts the token after the next: `transformers` does not read it either.
+    # What is left out is the layer that predicts the token
+    # after the next: `transformers` does not read it either.
     Architecture(
         "Glm4MoeForCausalLM",
         "glm4_moe",
@@ -2042,6 +2100,7 @@ _ALL = (
         layer="backbone.layers.{layer}.",
         tied=None,
         left_out=(r"mtp\..*",),
+        names_by_fields=_names_of_latent_experts,
     ),
     Architecture("ArceeForCausalLM", "arcee", Arcee, _ARCEE),
     Architecture("CohereForCausalLM", "cohere", Cohere, _COHERE, _COHERE_NAMES),
@@ -2138,11 +2197,13 @@ _ALL = (
     ),
 )
 ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
-"""All architectures by name, and those added from outside the package; the first that can express a model writes it."""
+"""All architectures by name, and those added from outside the package;
+the first that can express a model writes it."""
 
 
 def architecture_of(model: Model) -> tuple[Architecture, dict[str, Any]]:
-    """Returns the architecture that can express `model`, and its configuration. Raises WeightsError where none can."""
+    """Returns the architecture that can express `model`, and its configuration.
+    Raises WeightsError where none can."""
     for architecture in ARCHITECTURES.values():
         config = architecture.write(model)
         if config is not None:

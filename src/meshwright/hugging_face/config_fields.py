@@ -1,7 +1,8 @@
-"""Fields of a config.json: read by name, required to have the value that a family computes, or refused.
+"""Fields of a config.json: read by name, required to have the value
+that a family computes, or refused.
 
-A fact that config.json and a model both state is one `Entry`, read and written. Rotary fields are read as
-`transformers` 4 (rope_theta, rope_scaling) and 5 (rope_parameters) write them.
+A fact that config.json and a model both state is one `Entry`, read and written. Rotary fields are
+read as `transformers` 4 (rope_theta, rope_scaling) and 5 (rope_parameters) write them.
 """
 
 import dataclasses
@@ -99,7 +100,7 @@ _COMPUTED = {
     r"^(ssm_|mamba_|state_size|time_step_|conv_kernel$|n_groups$)": "state space layers",
     r"^linear_": "linear attention",
     r"^(embedding|residual|attention|logits?)_(multiplier|scaling|scale)": "scaled branches",
-    r"^index_(topk|n_heads|head_dim)": "a sparse indexer, which chooses the tokens that attention sees",
+    r"^index_(topk|n_heads|head_dim)": "a sparse indexer, which chooses the tokens to attend to",
     r"^(kv|q)_lora_rank": "multi-head latent attention",
     r"^(n_routed|num|num_local)_experts$": "a mixture of experts",
     r"^quantization_config$": "quantised weights",
@@ -113,12 +114,14 @@ _COMPUTED = {
 
 
 def meaning_of(name: str, value: Any) -> str:
-    """Returns what a model has whose configuration has this field, "" where that is not known or the value is none."""
+    """Returns what a model has whose configuration has this field, "" where
+    that is not known or the value is none."""
     return _first_meaning(_LACKED | _COMPUTED, name, value)
 
 
 def lacked_meaning_of(name: str, value: Any) -> str:
-    """Returns what a model with this field has that no family here computes, "" where there is nothing such."""
+    """Returns what a model with this field has that no family here computes, ""
+    where there is nothing such."""
     return _first_meaning(_LACKED, name, value)
 
 
@@ -198,7 +201,8 @@ class Fields:
         return Fields(self.file, config, name)
 
     def with_value(self, name: str, value: Any) -> "Fields":
-        """Returns these fields with another value of one of them; what is read of them counts as read of these."""
+        """Returns these fields with another value of one of them;
+        what is read of them counts as read of these."""
         changed = Fields(self.file, {**self.config, name: value}, self._inside)
         changed._read = self._read
         return changed
@@ -209,7 +213,8 @@ class Fields:
         return WeightsError(f"reading {self.file}{where}", found, fix)
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
-        """Returns a field; `default` stands for a missing one and for null. Raises WeightsError without a default."""
+        """Returns a field; `default` stands for a missing one and for null.
+        Raises WeightsError without a default."""
         self._read.add(name)
         value = self.config.get(name)
         if value is None:
@@ -232,13 +237,15 @@ class Fields:
         return {key: inner for key, inner in value.items() if inner is not None}
 
     def first(self, *names: str, default: Any = REQUIRED) -> Any:
-        """Returns the first of several fields that is there: names of different versions of `transformers`."""
+        """Returns the first of several fields that is there: names
+        of different versions of `transformers`."""
         self._read.update(names)
         found = next((name for name in names if self.config.get(name) is not None), names[0])
         return self.get(found, default)
 
     def require(self, name: str, *allowed: Any) -> None:
-        """Raises WeightsError unless a field has one of the values that the family computes, or is missing."""
+        """Raises WeightsError unless a field has one of the values that the family computes,
+        or is missing."""
         self._read.add(name)
         value = self.config.get(name, allowed[0])
         if value not in allowed:
@@ -247,7 +254,8 @@ class Fields:
             raise self.error(found, f"a model with {name} {known}")
 
     def flag(self, name: str) -> bool:
-        """Returns a field that is true or false; a missing one is false. Raises WeightsError for any other value."""
+        """Returns a field that is true or false; a missing one is false.
+        Raises WeightsError for any other value."""
         self.require(name, False, True, None)
         return bool(self.config.get(name))
 
@@ -256,7 +264,8 @@ class Fields:
         self._read.update(names)
 
     def check_quantised(self, known: str | None) -> bool:
-        """Returns whether the weights are quantised, in the form `known`. Raises WeightsError for any other."""
+        """Returns whether the weights are quantised, in the form `known`.
+        Raises WeightsError for any other."""
         self._read.add("quantization_config")
         quantisation = self.config.get("quantization_config")
         if quantisation is None or quantisation == {}:
@@ -279,7 +288,8 @@ class Fields:
         return True
 
     def check_all_read(self, architecture: str) -> None:
-        """Raises WeightsError for a field that nothing has read and that is not known to change no number.
+        """Raises WeightsError for a field that nothing has read and that is not known
+        to change no number.
 
         A field without a value (null, false, "", [] or {}) asks for nothing.
         """
@@ -293,9 +303,10 @@ class Fields:
             return
         described = [self._describe(name) for name in unread]
         raise self.error(
-            f"it has {', '.join(described)}, which Meshwright does not compute for {architecture}: what the model "
-            "computes may depend on it",
-            f"a model without; or delete {', '.join(unread)} from the file, if you know that no number depends on it",
+            f"it has {', '.join(described)}, which Meshwright does not compute for {architecture}: "
+            "what the model computes may depend on it",
+            f"a model without; or delete {', '.join(unread)} from the file, if you know that no "
+            "number depends on it",
         )
 
     def _describe(self, name: str) -> str:
@@ -311,7 +322,8 @@ _LONGEST_VALUE = 60
 
 
 def read_fields(folder: Path) -> Fields:
-    """Reads the config.json of a folder. Raises WeightsError where there is none, or it is not a configuration."""
+    """Reads the config.json of a folder.
+    Raises WeightsError where there is none, or it is not a configuration."""
     file = folder / "config.json"
     try:
         check_inside(folder, [file])
@@ -319,7 +331,10 @@ def read_fields(folder: Path) -> Fields:
     except OSError as error:
         fix = "a folder that save_pretrained of `transformers` wrote"
         if (folder / "adapter_config.json").is_file():
-            fix = "an adapter merged into its model by PEFT (merge_and_unload, save_pretrained); or the run that it is of"
+            fix = (
+                "an adapter merged into its model by PEFT (merge_and_unload, save_pretrained); or "
+                "the run that it is of"
+            )
         raise by_class(error, WeightsError(f"reading {file}", reason_of(error), fix)) from error
     except ValueError as error:
         raise WeightsError(
@@ -339,7 +354,8 @@ class Entry:
     """One fact that a config.json and a model both state."""
 
     read: Callable[[Fields], dict[str, Any] | None] = lambda fields: None
-    """Returns fields of the model, None if it only checks. Raises WeightsError for what the family cannot compute."""
+    """Returns fields of the model, None if it only checks.
+    Raises WeightsError for what the family cannot compute."""
     write: Callable[[Any], dict[str, Any] | None] = lambda c: {}
     """Returns fields of config.json; None where the architecture cannot express the model."""
 
@@ -368,8 +384,11 @@ def same(
 ) -> Entry:
     """Returns the entry of a number that both have.
 
-    name: in config.json.  field: of the model.  default: where config.json lacks it; a function is called with the
-    fields.  other: a second name to look for.  kind: type that the number is converted to.
+    name: in config.json.
+    field: of the model.
+    default: where config.json lacks it; a function is called with the fields.
+    other: a second name to look for.
+    kind: type that the number is converted to.
     """
 
     def read(fields: Fields) -> dict[str, Any]:
@@ -392,7 +411,8 @@ def choice(name: str, field: str, values: Mapping[Any, Any], default: Any = Fals
 
 
 def flag(name: str, *fields_of_model: str) -> Entry:
-    """Returns the entry of biases that are there together: true is `learned` in all of the fields."""
+    """Returns the entry of biases that are there together: true is `learned` in all
+    of the fields."""
 
     def write(c: Any) -> dict[str, Any] | None:
         found = {getattr(c, field) for field in fields_of_model}
@@ -405,7 +425,8 @@ def flag(name: str, *fields_of_model: str) -> Entry:
 
 
 def fixed(name: str, *allowed: Any, written: bool = True) -> Entry:
-    """Returns the entry of a field that has one of the values that the family computes, the first where it lacks."""
+    """Returns the entry of a field that has one of the values
+    that the family computes, the first where it lacks."""
     return Entry(
         lambda fields: fields.require(name, *allowed),
         lambda c: {name: allowed[0]} if written else {},
@@ -421,7 +442,8 @@ def must(**values: Any) -> Entry:
 
 
 def given(**values: Any) -> Entry:
-    """Returns the entry of model fields that config.json does not state, with the values of the published training."""
+    """Returns the entry of model fields that config.json does not state,
+    with the values of the published training."""
     return Entry(lambda fields: values)
 
 
@@ -462,7 +484,8 @@ def layer_types(layers: int, local_layers: int, local: str = "sliding_attention"
 
 
 def read_local_layers(fields: Fields, default: int, local: str = "sliding_attention") -> int:
-    """Returns the local layers before each global one. default: where the configuration names no kinds.
+    """Returns the local layers before each global one.
+    default: where the configuration names no kinds.
 
     Raises WeightsError for layers that do not repeat so.
     """
@@ -486,12 +509,14 @@ def local_layers(default: int) -> Entry:
 
 
 def rotary_layers(layers: int, interval: int) -> list[int]:
-    """Returns `no_rope_layers` of a configuration, which has a 1 for layers *with* a rotary embedding."""
+    """Returns `no_rope_layers` of a configuration,
+    which has a 1 for layers *with* a rotary embedding."""
     return [int((i + 1) % interval != 0) for i in range(layers)]
 
 
 def read_no_rope(fields: Fields) -> tuple[int, list[int]]:
-    """Returns every how many layers one is without rotary embedding, and the list of the configuration."""
+    """Returns every how many layers one is without rotary embedding,
+    and the list of the configuration."""
     layers, interval = fields.get("num_hidden_layers"), fields.get("no_rope_layer_interval", 4)
     rotary = [
         int(bool(x)) for x in fields.get("no_rope_layers", None) or rotary_layers(layers, interval)
@@ -514,7 +539,8 @@ class RopeFields:
     """Part of each head that rotates."""
 
     def number(self, name: str) -> float:
-        """Returns a field of the scaling. Raises WeightsError where it is missing, or not a number above 0."""
+        """Returns a field of the scaling.
+        Raises WeightsError where it is missing, or not a number above 0."""
         value = self.scaling.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             found = f"has no {name!r}" if value is None else f"has the {name} {value!r}"
@@ -524,9 +550,11 @@ class RopeFields:
         return value
 
     def pretrained_length(self) -> int:
-        """Returns the longest sequence before the extension, found where `transformers` looks for it.
+        """Returns the longest sequence before the extension, found
+        where `transformers` looks for it.
 
-        That is a field of the configuration itself, then one of the scaling, then max_position_embeddings.
+        That is a field of the configuration itself, then one
+        of the scaling, then max_position_embeddings.
         """
         name = "original_max_position_embeddings"
         own = self.fields.get(name, self.scaling.get(name))
@@ -534,14 +562,16 @@ class RopeFields:
         return int(dataclasses.replace(self, scaling={name: longest or None}).number(name))
 
     def refused(self, found: str = "", fix: str = "a model without") -> WeightsError:
-        """Returns the error of rotary fields that a family does not compute. found: by default the scaling."""
+        """Returns the error of rotary fields that a family does not compute.
+        found: by default the scaling."""
         found = found or f"rope_scaling of type {self.kind!r}"
         return self.fields.error(f"it has {found}, which Meshwright does not compute", fix)
 
 
 _OWN = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Which frequencies turn with time, height and width of an image: a token of text has one position for all three."""
+"""Which frequencies turn with time, height and width of an image: a token
+of text has one position for all three."""
 
 
 def rope_fields(
@@ -552,13 +582,17 @@ def rope_fields(
     fraction: float = 1.0,
     partial: bool = False,
 ) -> RopeFields:
-    """Returns the rotary fields of a configuration, of which those of `transformers` 4 come before those of 5.
+    """Returns the rotary fields of a configuration,
+    of which those of `transformers` 4 come before those of 5.
 
-    A rope_scaling is what users write into a configuration for longer contexts, and `transformers` prefers it as well.
-    theta: base of the architecture, where no field has one.  layers: kind of layers, where rope_parameters has fields
-    for each; a rope_scaling is that of "full_attention".  theta_field: the kind's field of `transformers` 4.
-    fraction: part of a head that rotates, where no field has one; an architecture with 1 rotates only whole heads,
-    unless it is `partial`.
+    A rope_scaling is what users write into a configuration for longer contexts,
+    and `transformers` prefers it as well.
+    theta: base of the architecture, where no field has one.
+    layers: kind of layers, where rope_parameters has fields for each;
+    a rope_scaling is that of "full_attention".
+    theta_field: the kind's field of `transformers` 4.
+    fraction: part of a head that rotates, where no field has one; an architecture with 1 rotates
+    only whole heads, unless it is `partial`.
     """
     parameters, scaling = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     if layers is None:
@@ -600,7 +634,8 @@ _YARN = {
 
 
 def read_yarn(rope: RopeFields) -> Yarn | None:
-    """Returns the scaling of type yarn, or None without one. Raises WeightsError for what is missing or unknown."""
+    """Returns the scaling of type yarn, or None without one.
+    Raises WeightsError for what is missing or unknown."""
     if rope.kind == "default":
         return None
     if rope.kind != "yarn":
@@ -659,7 +694,8 @@ _BY_LENGTH = {
 
 
 def read_scaling(rope: RopeFields) -> dict[str, Any]:
-    """Returns the fields of a model with a choice of scalings. Raises WeightsError for another scaling."""
+    """Returns the fields of a model with a choice of scalings.
+    Raises WeightsError for another scaling."""
     if rope.kind == "default":
         return {}
     if rope.kind == "linear":
@@ -678,16 +714,18 @@ def read_scaling(rope: RopeFields) -> dict[str, Any]:
         }
     if rope.kind in _BY_LENGTH:
         raise rope.fields.error(
-            f"its rope_scaling of type {rope.kind!r} has {_BY_LENGTH[rope.kind]}: the numbers of a token depend on how "
-            "many tokens follow it, and keys in a cache would be those of another length",
-            "rope_scaling of type 'yarn' for long texts; for dynamic, none (null) gives the same numbers up to "
-            "max_position_embeddings",
+            f"its rope_scaling of type {rope.kind!r} has {_BY_LENGTH[rope.kind]}: the numbers of a "
+            "token depend on how many tokens follow it, and keys in a cache would be those of "
+            "another length",
+            "rope_scaling of type 'yarn' for long texts; for dynamic, none (null) gives the same "
+            "numbers up to max_position_embeddings",
         )
     raise rope.refused(fix="a model with none, linear, llama3 or yarn")
 
 
 def scaled_rope(theta: float = 10000.0, fraction: float = 1.0) -> Entry:
-    """Returns the entry of base and scaling, and of the part of each head that rotates where not all of it does.
+    """Returns the entry of base and scaling,
+    and of the part of each head that rotates where not all of it does.
 
     theta, fraction: those of the architecture, where no field has one.
     """
@@ -713,7 +751,8 @@ def scaled_rope(theta: float = 10000.0, fraction: float = 1.0) -> Entry:
 
 
 def plain_rope(theta: float = 10000.0) -> Entry:
-    """Returns the entry of the base in an architecture without scalings. theta: where no field has one."""
+    """Returns the entry of the base in an architecture without scalings.
+    theta: where no field has one."""
 
     def read(fields: Fields) -> dict[str, Any]:
         rope = rope_fields(fields, theta)

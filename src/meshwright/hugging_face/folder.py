@@ -1,4 +1,5 @@
-"""Folders of Hugging Face models: configuration, tokenizer files, and weights checked and put onto a mesh."""
+"""Folders of Hugging Face models: configuration, tokenizer files,
+and weights checked and put onto a mesh."""
 
 import contextlib
 import dataclasses
@@ -86,28 +87,33 @@ class ModelFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """Its tokenizer.json, whether or not there is one, or the vocab.json of a tokenizer in two files."""
+        """Its tokenizer.json, whether or not there is one,
+        or the vocab.json of a tokenizer in two files."""
         return tokenizer_file(self.path)
 
 
 def note_of_length(tokens: int, positions: int | None, source: str) -> str:
-    """Returns a note where texts are longer than the positions that a configuration names; "" where they are not.
+    """Returns a note where texts are longer than the positions that a configuration names;
+    "" where they are not.
 
-    A model with a table of positions refuses such texts. Rotary positions have no end, so that the model computes them,
-    and its training does not show how well.
+    A model with a table of positions refuses such texts. Rotary positions have no end, so that the
+    model computes them, and its training does not show how well.
     """
     if positions is None or tokens <= positions:
         return ""
     return (
-        f"texts of {tokens:,} tokens are longer than max_position_embeddings of {source}, {positions:,}: the positions "
-        "beyond are computed, and the weights were not trained on them"
+        f"texts of {tokens:,} tokens are longer than max_position_embeddings of {source}, "
+        f"{positions:,}: the positions beyond are computed, and the weights were not trained on "
+        "them"
     )
 
 
 def read_model(name: str, *, weights: bool = False) -> ModelFolder:
-    """Reads the model that `hf:NAME` names from its config.json. weights: whether they will be read as well.
+    """Reads the model that `hf:NAME` names from its config.json.
+    weights: whether they will be read as well.
 
-    Raises WeightsError for an unknown architecture, and for a field whose value the family does not compute.
+    Raises WeightsError for an unknown architecture,
+    and for a field whose value the family does not compute.
     """
     folder = find_folder(name, weights=weights)
     text = find_text_model(read_fields(folder))
@@ -119,7 +125,10 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
     except MeshwrightError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        found = f"its fields describe no {architecture.name}: {type(error).__name__}: {reason_of(error)}"
+        found = (
+            f"its fields describe no {architecture.name}: {type(error).__name__}: "
+            f"{reason_of(error)}"
+        )
         raise fields.error(
             found, "the config.json that was published with these weights"
         ) from error
@@ -138,7 +147,8 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
 
 @dataclasses.dataclass(frozen=True)
 class WeightsFolder:
-    """A folder's model and its weights: every tensor found, of the right shape, in a file of the right size."""
+    """A folder's model and its weights: every tensor found, of the right shape,
+    in a file of the right size."""
 
     folder: ModelFolder
     params: dict[str, Param]
@@ -148,7 +158,8 @@ class WeightsFolder:
     entries: dict[str, TensorEntry]
     """Tensors by name, and the file of each."""
     dtype: Precision
-    """Type of the weights: float32 where there are several, or one that float32 holds and bfloat16 does not."""
+    """Type of the weights: float32 where there are several,
+    or one that float32 holds and bfloat16 does not."""
     notes: tuple[str, ...]
     unpacked: frozenset[str]
     """Tensors that are stored as blocks and scales in MXFP4."""
@@ -207,10 +218,11 @@ class TensorReader:
 
 
 def open_folder(name: str) -> WeightsFolder:
-    """Opens the model that `hf:NAME` names, and checks all of its weights' names, shapes, types and places.
+    """Opens the model that `hf:NAME` names, and checks all
+    of its weights' names, shapes, types and places.
 
-    Reads the headers of the files and no weights. Raises WeightsError naming the file and the tensor where one is
-    missing, unknown, of another shape, or in a file that is damaged.
+    Reads the headers of the files and no weights. Raises WeightsError naming the file and the
+    tensor where one is missing, unknown, of another shape, or in a file that is damaged.
     """
     folder = read_model(name, weights=True)
     tensors = _all_tensors(folder)
@@ -268,8 +280,8 @@ def open_folder(name: str) -> WeightsFolder:
 def _form_of(folder: ModelFolder, params: dict[str, Param], entries: dict[str, TensorEntry]) -> str:
     """Returns the form of a folder's tensors, by their names and shapes.
 
-    Where names are of another form and shapes of none, it is the first form with these names, so that the error names
-    the tensor and both shapes.
+    Where names are of another form and shapes of none, it is the first form with these names, so
+    that the error names the tensor and both shapes.
     """
     architecture = folder.architecture
     named = list[str]()
@@ -291,8 +303,8 @@ def _form_of(folder: ModelFolder, params: dict[str, Param], entries: dict[str, T
 def _note_of_others(others: dict[str, TensorEntry]) -> str:
     size = sum(entry.stop - entry.start for entry in others.values())
     return (
-        f"other parts of the model: {len(others)} tensors ({format_bytes(size)}), such as {min(others)}, "
-        "are kept byte for byte and take no part in training"
+        f"other parts of the model: {len(others)} tensors ({format_bytes(size)}), such as "
+        f"{min(others)}, are kept byte for byte and take no part in training"
     )
 
 
@@ -337,7 +349,8 @@ def _all_tensors(folder: ModelFolder) -> _FolderTensors:
         raise WeightsError(
             f"weights in {folder.path}",
             f"no tensor has the prefix of a text model in {folder.text.larger.name}, "
-            f"{' or '.join(repr(known.body) for known in TEXT_PREFIXES)}; the first is {min(found, default='none')!r}",
+            f"{' or '.join(repr(known.body) for known in TEXT_PREFIXES)}; the first is "
+            f"{min(found, default='none')!r}",
             "all files of the model",
         )
     text: dict[str, TensorEntry] = {}
@@ -375,20 +388,23 @@ def _check_tensor(
         raise WeightsError(
             f"weights in {folder.path}",
             f"no file has the tensor {tensor!r}, which is {param} of the model, {list(shape)}",
-            "all files of the model, or a config.json that describes these (layers, tied embeddings, biases)",
+            "all files of the model, or a config.json that describes these (layers, tied "
+            "embeddings, biases)",
         )
     entry = entries[tensor]
     asked = f"weights in {folder.path / entry.file.name}"
     if entry.dtype not in DTYPES and not (entry.dtype == FP8_CODE and folder.fp8_block is not None):
         raise WeightsError(
             asked,
-            f"{tensor!r} is {entry.dtype}, a quantised or integer type; {', '.join(DTYPES)} are read",
+            f"{tensor!r} is {entry.dtype}, a quantised or integer type; {', '.join(DTYPES)} are "
+            "read",
             "the model's unquantised weights",
         )
     if entry.shape != shape:
         raise WeightsError(
             asked,
-            f"{tensor!r} is {list(entry.shape)}, and {param} of the model of config.json needs {list(shape)}",
+            f"{tensor!r} is {list(entry.shape)}, and {param} of the model of config.json needs "
+            f"{list(shape)}",
             "the config.json of these weights",
         )
 
@@ -396,7 +412,8 @@ def _check_tensor(
 def _check_others(
     folder: ModelFolder, expected: set[str], entries: dict[str, TensorEntry]
 ) -> tuple[str, ...]:
-    """Returns notes on the tensors that are not kept. Raises WeightsError for one that the model does not have."""
+    """Returns notes on the tensors that are not kept.
+    Raises WeightsError for one that the model does not have."""
     computed, unused = 0, list[str]()
     tied = folder.architecture.tied
     for tensor, entry in entries.items():
@@ -409,13 +426,16 @@ def _check_others(
         else:
             raise WeightsError(
                 f"weights in {entry.file}",
-                f"it has a tensor {tensor!r}, and {folder.architecture.name} of config.json has none of that name",
-                "the config.json of these weights; a tensor that is left out would change what the model computes",
+                f"it has a tensor {tensor!r}, and {folder.architecture.name} of config.json has "
+                "none of that name",
+                "the config.json of these weights; a tensor that is left out would change what the "
+                "model computes",
             )
     notes = [f"computed and not kept: {computed} tensors of the files"] if computed else []
     if unused:
         notes.append(
-            f"not kept, as no logit depends on them: {len(unused)} tensors of the files, such as {unused[0]}"
+            f"not kept, as no logit depends on them: {len(unused)} tensors of the files, such as "
+            f"{unused[0]}"
         )
     return tuple(notes)
 
@@ -438,7 +458,8 @@ def check_tied(weights: WeightsFolder) -> None:
             ):
                 raise WeightsError(
                     f"weights in {weights.folder.path}",
-                    f"config.json ties {tied[0]!r} to {tied[1]!r} (tie_word_embeddings), and their values differ",
+                    f"config.json ties {tied[0]!r} to {tied[1]!r} (tie_word_embeddings), and their "
+                    "values differ",
                     "tie_word_embeddings false in config.json, if the model was trained so",
                 )
             read.release()
@@ -451,10 +472,11 @@ def load_params(
     dtype: Any,
     then: Callable[[str, jax.Array], Any] = lambda path, w: w,
 ) -> Tree:
-    """Returns the weights as arrays in `shardings`: no host and no device ever has more than its shards.
+    """Returns the weights as arrays in `shardings`: no host and no device ever has more
+    than its shards.
 
-    params: descriptions of the parameters, rows of stacks in the order of the stages.  dtype: of the arrays, except of
-    those that are float32 at rest.
+    params: descriptions of the parameters, rows of stacks in the order of the stages.
+    dtype: of the arrays, except of those that are float32 at rest.
     then: makes of a weight, by its path, what is kept of it, before the next is loaded.
     Raises WeightsError where `params` are not those of the folder's model.
     """
@@ -502,7 +524,8 @@ def _load(
 def _read_rows(
     p: Param, stored: StoredTensor, index: Index, reader: TensorReader, dtype: Any
 ) -> np.ndarray:
-    """Reads a block of `p`, whose rows may be in the order of pipeline stages, with zeros in padding rows."""
+    """Reads a block of `p`, whose rows may be in the order of pipeline stages,
+    with zeros in padding rows."""
     if p.order is None:
         return read_block(p, stored, index, reader, dtype)
     rows = p.order[index[0]]
@@ -530,16 +553,18 @@ def _check_params(weights: WeightsFolder, params: Tree) -> None:
         ):
             raise WeightsError(
                 f"weights in {folder} for this model",
-                f"{path!r} is {list(own.logical_shape)} in the weights and {list(p.logical_shape)} in the model"
-                + (f", {own.rows} and {p.rows} rows of them used" if p.rows else ""),
+                f"{path!r} is {list(own.logical_shape)} in the weights and {list(p.logical_shape)} "
+                "in the model" + (f", {own.rows} and {p.rows} rows of them used" if p.rows else ""),
                 "the model of the folder's config.json: hf:PATH instead of the recipe",
             )
 
 
 def keep_files(folder: Path, out: Path) -> None:
-    """Copies into `out`/huggingface what the model of a folder has besides the weights that are trained.
+    """Copies into `out`/huggingface what the model of a folder has besides the weights
+    that are trained.
 
-    That is tokenizer files, chat template, configuration, and the tensors of a larger model's other parts.
+    That is tokenizer files, chat template, configuration,
+    and the tensors of a larger model's other parts.
     """
     target = out / KEPT
     try:
@@ -588,7 +613,8 @@ class OtherParts:
 
 
 def read_form(kept: Path, architecture: Architecture) -> str:
-    """Returns the form that a run's weights came in, "" for the usual one. kept: the folder OUT/huggingface."""
+    """Returns the form that a run's weights came in, "" for the usual one.
+    kept: the folder OUT/huggingface."""
     path = kept / FORM
     if not path.is_file():
         return ""
@@ -604,7 +630,8 @@ def read_form(kept: Path, architecture: Architecture) -> str:
 
 
 def read_other_parts(kept: Path) -> OtherParts | None:
-    """Returns what `keep_files` kept of a larger model; None for a text model. kept: the folder OUT/huggingface."""
+    """Returns what `keep_files` kept of a larger model; None for a text model.
+    kept: the folder OUT/huggingface."""
     path = kept / OTHER_PARTS
     if not path.is_file():
         return None

@@ -1,4 +1,5 @@
-"""Folders that `hf:` names: a path, or a model of the Hugging Face hub in the cache of `huggingface_hub`."""
+"""Folders that `hf:` names: a path, or a model of the Hugging Face hub
+in the cache of `huggingface_hub`."""
 
 import functools
 from pathlib import Path
@@ -20,8 +21,9 @@ def is_hugging_face(name: str) -> bool:
 def find_folder(name: str, *, weights: bool) -> Path:
     """Returns the folder that `hf:NAME` names. A path that exists is taken first, then the hub.
 
-    weights: whether the weights are needed, or only the configuration and the tokenizer.
-    Raises WeightsError where there is neither a folder nor a model of that name, or `huggingface_hub` is missing.
+    weights: whether the weights are needed, or only the configuration and the tokenizer. Raises
+    WeightsError where there is neither a folder nor a model of that name, or `huggingface_hub` is
+    missing.
     """
     text = name.removeprefix(PREFIX)
     folder = path_of(text)

@@ -4,14 +4,16 @@
     manifest.ocdbt, d/     Zarr arrays in one database of TensorStore (OCDBT), or
     params.params..../     a folder of each Zarr array
 
-Arrays have the layers of a stack (`scan_layers`) as their second dimension, and weights with inputs before outputs:
+Arrays have the layers of a stack (`scan_layers`) as their second dimension,
+and weights with inputs before outputs:
 
-    decoder.layers.self_attention.query.kernel [D, L, N, H]  ->  model.layers.0.self_attn.q_proj.weight [N H, D], ...
+    decoder.layers.self_attention.query.kernel [D, L, N, H]
+        -> model.layers.0.self_attn.q_proj.weight [N H, D], ...
 
-MaxText divides no logits of the attention by sqrt(H): the query weights contain the factor, and are multiplied by sqrt(H)
-here. Its rotary embedding turns numbers i and i + H/2 of a head, as Hugging Face does; that of Llama 3.1 (`rope_type:
-llama3.1`) turns 2i and 2i + 1. MaxText's own conversions are the source: `llama_or_mistral_ckpt.py`, and
-`llama_mistral_mixtral_orbax_to_hf.py`.
+MaxText divides no logits of the attention by sqrt(H): the query weights contain the factor, and are
+multiplied by sqrt(H) here. Its rotary embedding turns numbers i and i + H/2 of a head, as Hugging
+Face does; that of Llama 3.1 (`rope_type: llama3.1`) turns 2i and 2i + 1. MaxText's own conversions
+are the source: `llama_or_mistral_ckpt.py`, and `llama_mistral_mixtral_orbax_to_hf.py`.
 """
 
 import dataclasses
@@ -41,7 +43,8 @@ _STATES = re.compile(r"(opt_state|step)(\.|$)")
 _EVERY_CHUNK = "store_array_data_equal_to_fill_value"
 """Field of `_METADATA`: whether chunks of zeros were written too."""
 _SCALING = RopeScaling()
-"""The one scaling of MaxText's `rope_type: llama3.1`, whose numbers are constants there (`_apply_scaling_factor`)."""
+"""The one scaling of MaxText's `rope_type: llama3.1`, whose numbers are constants there
+(`_apply_scaling_factor`)."""
 _BLOCK_BYTES = 2**26
 """Largest part of a tensor that is read at a time, where its rows can be divided."""
 _CACHE_BYTES = 2**30
@@ -58,7 +61,8 @@ class Layout:
     rows: int = 1
     """How many of them, in that order, are Hugging Face's rows."""
     heads: str = ""
-    """Field of the model that the first of them is as long as; "": another size, compared with the model as a tensor."""
+    """Field of the model that the first of them is as long as;
+    "": another size, compared with the model as a tensor."""
     scaled: bool = False
     """Whether the weight contains the factor 1 / sqrt(H) of the attention's logits."""
     rotary: bool = False
@@ -171,8 +175,10 @@ def read_maxtext(
 ) -> tuple[dict[str, MaxTextTensor], tuple[str, ...]]:
     """Returns the tensors of a checkpoint by Hugging Face's names, and notes on what is not read.
 
-    folder: as the user named it.  items: folder of the arrays.  model: of the config.json. Raises WeightsError for an array
-    of another model, for one that contradicts its description, and for a rotary embedding that MaxText does not have.
+    folder: as the user named it.
+    items: folder of the arrays.
+    model: of the config.json. Raises WeightsError for an array of another model, for one that
+    contradicts its description, and for a rotary embedding that MaxText does not have.
     """
     metadata, names = _read_names(items)
     _check_rotary(folder, model)
@@ -191,8 +197,8 @@ def read_maxtext(
     notes = list(_notes(states, found, model))
     if not _has_every_chunk(metadata):
         notes.append(
-            f"the Orbax that wrote it leaves chunks of zeros out ({METADATA} has no {_EVERY_CHUNK}), so that a lost chunk "
-            "and one of zeros look the same"
+            f"the Orbax that wrote it leaves chunks of zeros out ({METADATA} has no "
+            f"{_EVERY_CHUNK}), so that a lost chunk and one of zeros look the same"
         )
     return found, tuple(notes)
 
@@ -203,7 +209,8 @@ def _has_every_chunk(metadata: Mapping[str, Any]) -> bool:
 
 
 def _check_rotary(folder: Path, model: Any) -> None:
-    """Raises WeightsError for a rotary embedding of config.json that MaxText's Llama, Mistral and Mixtral do not have."""
+    """Raises WeightsError for a rotary embedding of config.json
+    that MaxText's Llama, Mistral and Mixtral do not have."""
     if getattr(model, "yarn", None) is not None:
         raise WeightsError(
             f"converting {folder}",
@@ -214,8 +221,8 @@ def _check_rotary(folder: Path, model: Any) -> None:
     if scaling is not None and scaling != _SCALING:
         raise WeightsError(
             f"converting {folder}",
-            f"its config.json scales the rotary embedding by other numbers than MaxText's llama3.1: {_numbers(scaling)}, "
-            f"and MaxText has {_numbers(_SCALING)}",
+            "its config.json scales the rotary embedding by other numbers than MaxText's "
+            f"llama3.1: {_numbers(scaling)}, and MaxText has {_numbers(_SCALING)}",
             f"the config.json of this model, with {_numbers(_SCALING)}",
         )
 
@@ -233,23 +240,27 @@ def _numbers(scaling: RopeScaling) -> str:
 def _notes(states: list[str], found: Mapping[str, MaxTextTensor], model: Any) -> Iterator[str]:
     """Yields what is not read, and what the arrays do not tell."""
     if states:
-        yield f"{len(states)} arrays of the training, such as {states[0]}, are not read: optimizer, step"
+        states_read = f"{len(states)} arrays of the training, such as {states[0]}"
+        yield f"{states_read}, are not read: optimizer, step"
     pairs, has = "half a head apart", "no"
     if _scaling_of(model) is not None:
         pairs, has = "numbers 2i and 2i + 1", "a"
     yield (
-        f"rotary pairs are taken to be {pairs}, as config.json has {has} rope_scaling, and queries to contain 1/sqrt(H); a "
-        "model with another rope_type, with rope_use_scale=False or with query_pre_attn_scalar computes something else"
+        f"rotary pairs are taken to be {pairs}, as config.json has {has} rope_scaling, and queries "
+        "to contain 1/sqrt(H); a model with another rope_type, with rope_use_scale=False or with "
+        "query_pre_attn_scalar computes something else"
     )
     if "lm_head.weight" not in found:
         yield (
-            "the output layer is the embedding; where MaxText trained it with normalize_embedding_logits, its logits were "
-            "divided by the square root of the model's width, and config.json has no field for that"
+            "the output layer is the embedding; where MaxText trained it with "
+            "normalize_embedding_logits, its logits were divided by the square root of the model's "
+            "width, and config.json has no field for that"
         )
 
 
 def _read_names(items: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns Orbax's description of the folder, and the names of its arrays. Raises WeightsError."""
+    """Returns Orbax's description of the folder, and the names of its arrays.
+    Raises WeightsError."""
     file = items / METADATA
     try:
         check_inside(items, [path for path in items.rglob("*")])
@@ -280,7 +291,8 @@ class _Opened:
     )
 
     def tensors(self, name: str) -> Iterator[tuple[str, MaxTextTensor]]:
-        """Yields Hugging Face's names and tensors of an array. Raises WeightsError for one of another model."""
+        """Yields Hugging Face's names and tensors of an array.
+        Raises WeightsError for one of another model."""
         if not name.startswith(_PARAMS):
             raise self._unknown(name)
         inner = name.removeprefix(_PARAMS)
@@ -317,7 +329,8 @@ class _Opened:
     def _layers(
         self, name: str, array: Any, axis: int, unscanned: re.Match[str] | None
     ) -> Iterator[tuple[int, Any]]:
-        """Yields the number and the array of each layer. axis: of the layers, where they are stacked."""
+        """Yields the number and the array of each layer.
+        axis: of the layers, where they are stacked."""
         if unscanned is not None:
             yield int(unscanned[1]), array
             return
@@ -331,13 +344,14 @@ class _Opened:
         if array.shape[axis] != expected:
             raise WeightsError(
                 f"converting {self.folder}",
-                f"{name!r} has the shape {list(array.shape)}: {array.shape[axis]} {what} in dimension {axis}, and "
-                f"config.json has {expected}",
+                f"{name!r} has the shape {list(array.shape)}: {array.shape[axis]} {what} in "
+                f"dimension {axis}, and config.json has {expected}",
                 "the config.json of this model, and arrays with param_scan_axis=1",
             )
 
     def _tensor(self, name: str, array: Any, layout: Layout) -> MaxTextTensor:
-        """Returns the tensor of an array without stacked dimensions. Raises WeightsError for another number of heads."""
+        """Returns the tensor of an array without stacked dimensions. Raises WeightsError for
+        another number of heads."""
         if layout.heads:
             self._check_size(name, array, 1, "heads", getattr(self.model, layout.heads))
         interleaved = _scaling_of(self.model) is not None
@@ -347,13 +361,15 @@ class _Opened:
         return MaxTextTensor(name, array, layout, _CODES[array.dtype.name], interleaved)
 
     def _open(self, name: str, layout: Layout, stacked: int) -> Any:
-        """Opens an array. stacked: its dimensions besides those of a layer's. Raises WeightsError."""
+        """Opens an array. stacked: its dimensions besides those of a layer's.
+        Raises WeightsError."""
         driver = "zarr3" if self.metadata.get("use_zarr3") else "zarr"
         base = {"driver": "file", "path": f"{self.items.resolve()}/"}
         kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         if not self.metadata.get("use_ocdbt", True):
             kvstore = {"driver": "file", "path": f"{self.items.resolve() / name}/"}
-        # Where Orbax wrote every chunk, one that is missing is damage, and not the array's fill value.
+        # Where Orbax wrote every chunk, one that is missing is damage,
+        # and not the array's fill value.
         fill = not _has_every_chunk(self.metadata)
         spec = {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": fill}
         try:
@@ -367,7 +383,8 @@ class _Opened:
 
     @staticmethod
     def _check_array(array: Any, dims: int) -> None:
-        """Raises ValueError for another type or number of dimensions, and for chunks larger than the array."""
+        """Raises ValueError for another type or number of dimensions,
+        and for chunks larger than the array."""
         if array.dtype.name not in _CODES:
             raise ValueError(
                 f"its numbers are {array.dtype.name}, and {' or '.join(_CODES)} are read"

@@ -1,7 +1,8 @@
 """Megatron's arguments in a `torch_dist` checkpoint: those that change what its tensors compute.
 
-Megatron-LM writes its command line into `common.pt`, a file of `torch.save`. The tensors do not tell whether rotary pairs
-are interleaved or a norm adds one to its scale; the arguments do. They are read as data: nothing is imported or called.
+Megatron-LM writes its command line into `common.pt`, a file of `torch.save`. The tensors do not
+tell whether rotary pairs are interleaved or a norm adds one to its scale; the arguments do. They
+are read as data: nothing is imported or called.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ _SAME_IN_ALL: dict[str, Any] = {
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": None,
 }
-"""Arguments that say how tensors of these names are computed, and what Hugging Face's models compute."""
+"""Arguments that say how tensors of these names are computed,
+and what Hugging Face's models compute."""
 _OF_CONFIG = {
     "num_attention_heads": ("heads", "num_attention_heads"),
     "rotary_base": ("rope_theta", "rope_theta"),
@@ -61,7 +63,8 @@ class _EveryName:
 
 
 def read_arguments(folder: Path) -> Mapping[str, Any]:
-    """Returns Megatron's arguments by name; of a checkpoint without them, as other trainers write it, none.
+    """Returns Megatron's arguments by name;
+    of a checkpoint without them, as other trainers write it, none.
 
     Raises WeightsError for a file that cannot be read, and for arguments in another form.
     """
@@ -84,7 +87,8 @@ def read_arguments(folder: Path) -> Mapping[str, Any]:
 
 
 def _arguments_in(content: Any) -> Mapping[str, Any]:
-    """Returns the arguments in what common.pt describes: a Namespace, or a dictionary. Raises ValueError."""
+    """Returns the arguments in what common.pt describes: a Namespace, or a dictionary.
+    Raises ValueError."""
     if not isinstance(content, dict):
         raise ValueError("it has no dictionary")
     arguments = content.get("args")
@@ -100,7 +104,8 @@ def _arguments_in(content: Any) -> Mapping[str, Any]:
 def check_arguments(folder: Path, model: Any) -> tuple[str, ...]:
     """Returns the names of Megatron's arguments that were compared with config.json, and agree.
 
-    Raises WeightsError for an argument with which Megatron computes another function of the tensors.
+    Raises WeightsError for an argument with which Megatron computes another function
+    of the tensors.
     """
     return tuple(_Comparison(folder, read_arguments(folder), model).compared())
 
@@ -124,14 +129,16 @@ def _shown(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """Comparison of Megatron's arguments with the model of a config.json; an absent argument is not compared."""
+    """Comparison of Megatron's arguments with the model of a config.json;
+    an absent argument is not compared."""
 
     folder: Path
     arguments: Mapping[str, Any]
     model: Any
 
     def compared(self) -> Iterator[str]:
-        """Yields the names of the arguments that agree. Raises WeightsError for the first that does not."""
+        """Yields the names of the arguments that agree.
+        Raises WeightsError for the first that does not."""
         yield from self._computation()
         yield from self._fields()
         yield from self._interpolation()
@@ -167,7 +174,8 @@ class _Comparison:
             yield name
 
     def _interpolation(self) -> Iterator[str]:
-        """Compares the factor by which positions are divided (`linear` in config.json); Megatron's `rope` has no YaRN."""
+        """Compares the factor by which positions are divided (`linear` in config.json);
+        Megatron's `rope` has no YaRN."""
         if _POSITIONS in self.arguments and getattr(self.model, "yarn", None) is not None:
             value = _shown(self.arguments[_POSITIONS])
             fix = "the config.json of this model, without YaRN"
@@ -180,14 +188,18 @@ class _Comparison:
         expected = getattr(self.model, "rope_factor", 1.0)
         if value != expected and not (value is None and expected == 1.0):
             truth = f"config.json divides positions by {expected:g}"
-            fix = f"the config.json of this model: rope_scaling of type linear with factor {_shown(value)}"
+            fix = (
+                "the config.json of this model: rope_scaling of type linear with factor "
+                f"{_shown(value)}"
+            )
             if value is None:
                 fix = "the config.json of this model, without a rope_scaling of type linear"
             raise self._refused(_INTERPOLATION, _shown(value), truth, fix)
         yield _INTERPOLATION
 
     def _scaling(self) -> Iterator[str]:
-        """Compares Llama 3.1's scaling: Megatron has an argument for its factor, and constants for its other numbers."""
+        """Compares Llama 3.1's scaling: Megatron has an argument for its factor,
+        and constants for its other numbers."""
         if _SCALED not in self.arguments:
             return
         scaling: RopeScaling | None = getattr(self.model, "rope_scaling", None)
@@ -212,7 +224,8 @@ class _Comparison:
         yield _FACTOR
 
     def _window(self) -> Iterator[str]:
-        """Compares the sliding window: Megatron's (w, 0) is a token and the w before it, the window of config.json w + 1."""
+        """Compares the sliding window: Megatron's (w, 0) is a token and the w
+        before it, the window of config.json w + 1."""
         if _WINDOW not in self.arguments:
             return
         value = self.arguments[_WINDOW]
@@ -239,7 +252,8 @@ class _Comparison:
 
 
 def _without_factor(scaling: RopeScaling) -> dict[str, Any]:
-    """Returns the numbers of a scaling that Megatron has as constants, as config.json names them."""
+    """Returns the numbers of a scaling that Megatron has as constants,
+    as config.json names them."""
     numbers = dataclasses.asdict(scaling)
     del numbers["factor"]
     return numbers

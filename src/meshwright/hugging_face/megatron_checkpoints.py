@@ -1,7 +1,8 @@
-"""Megatron's names and order in `torch_dist` checkpoints of Llama, Mistral, Mixtral, Qwen2 and Qwen3.
+"""Megatron's names and order in `torch_dist` checkpoints
+of Llama, Mistral, Mixtral, Qwen2 and Qwen3.
 
-megatron-core writes them with `torch.distributed.checkpoint` (`torch_checkpoints` reads the files). The layers of a stack,
-and the experts of a layer, are one tensor:
+megatron-core writes them with `torch.distributed.checkpoint` (`torch_checkpoints` reads the files).
+The layers of a stack, and the experts of a layer, are one tensor:
 
     decoder.layers.self_attention.linear_qkv.weight [L, (N + 2 K) H, D]
         rows of a key/value head and its queries:  G H of q | H of k | H of v,  K times
@@ -9,8 +10,8 @@ and the experts of a layer, are one tensor:
         F rows of the gate | F rows of the other half
     decoder.layers.mlp.experts.experts.linear_fc1.weight [L, E, 2 F, D]
 
-Both programs have the numbers of a rotary pair half a head apart. Megatron fills up the vocabulary with rows that no token
-has.
+Both programs have the numbers of a rotary pair half a head apart. Megatron fills up the vocabulary
+with rows that no token has.
 """
 
 import dataclasses
@@ -121,7 +122,8 @@ class _Names:
     model: Any
 
     def of(self, name: str, tensor: TorchTensor) -> Iterator[tuple[str, MegatronTensor]]:
-        """Yields Hugging Face's names and tensors of one of Megatron's. Raises WeightsError for another model's."""
+        """Yields Hugging Face's names and tensors of one of Megatron's.
+        Raises WeightsError for another model's."""
         if not tensor.code:
             raise self._refused(f"{name!r} is of a type that no weight has")
         inner = _inner_name(name)
@@ -169,13 +171,14 @@ class _Names:
             raise self._unknown(name)
 
     def _qkv_rows(self, name: str, tensor: TorchTensor) -> dict[str, np.ndarray]:
-        """Returns the rows of queries, keys and values: those of a key/value head follow one another."""
+        """Returns the rows of queries, keys and values: those
+        of a key/value head follow one another."""
         heads, kv_heads = self.model.heads, self.model.kv_heads
         blocks = heads + 2 * kv_heads
         if len(tensor.shape) < 2 or tensor.shape[1] % blocks:
             raise self._refused(
-                f"{name!r} has the shape {list(tensor.shape)}, and rows of {heads} + 2 x {kv_heads} = {blocks} heads "
-                "of config.json are a multiple of that"
+                f"{name!r} has the shape {list(tensor.shape)}, and rows of {heads} + 2 x "
+                f"{kv_heads} = {blocks} heads of config.json are a multiple of that"
             )
         queries = heads // kv_heads
         numbers = np.arange(tensor.shape[1]).reshape(kv_heads, queries + 2, -1)
@@ -206,8 +209,8 @@ class _Names:
     ) -> None:
         if len(tensor.shape) <= dim or tensor.shape[dim] != expected:
             raise self._refused(
-                f"{name!r} has the shape {list(tensor.shape)}, with {what} in dimension {dim}, and config.json has "
-                f"{expected}"
+                f"{name!r} has the shape {list(tensor.shape)}, with {what} in dimension {dim}, and "
+                f"config.json has {expected}"
             )
 
     def _refused(self, truth: str) -> WeightsError:
@@ -216,7 +219,8 @@ class _Names:
     def _unknown(self, name: str) -> WeightsError:
         return WeightsError(
             f"converting {self.folder}",
-            f"it has a tensor {name!r}, which is none of Megatron's Llama, Mistral, Mixtral, Qwen2 or Qwen3",
+            f"it has a tensor {name!r}, which is none of Megatron's Llama, Mistral, Mixtral, Qwen2 "
+            "or Qwen3",
             "a Hugging Face folder, written by Megatron Bridge (AutoBridge.export_ckpt)",
         )
 
@@ -226,8 +230,8 @@ def megatron_tensors(
 ) -> tuple[dict[str, MegatronTensor], tuple[str, ...]]:
     """Returns Megatron's tensors by Hugging Face's names, and notes on what is not read.
 
-    objects: number of pickled objects in the checkpoint.  model: that of config.json. Raises WeightsError for a tensor of
-    another model.
+    objects: number of pickled objects in the checkpoint.
+    model: that of config.json. Raises WeightsError for a tensor of another model.
     """
     names = _Names(folder, model)
     compared = check_arguments(folder, model)
@@ -254,16 +258,19 @@ def _notes(
 ) -> Iterator[str]:
     """Yields what is not read."""
     if states:
-        yield f"{len(states)} tensors of the training, such as {min(states)}, are not read: optimizer"
+        training = f"{len(states)} tensors of the training, such as {min(states)}"
+        yield f"{training}, are not read: optimizer"
     yield f"{objects} pickled objects (states of modules) are not read"
     if compared:
         yield (
-            f"Megatron's arguments ({ARGUMENTS}) that are compared agree with config.json: {', '.join(compared)}"
+            f"Megatron's arguments ({ARGUMENTS}) that are compared agree with config.json: "
+            f"{', '.join(compared)}"
         )
     else:
         yield (
-            f"it has no arguments of Megatron that are compared ({ARGUMENTS}): norms and rotary embedding are those of "
-            "config.json; a model of --rotary-interleaved or --apply-layernorm-1p computes something else"
+            f"it has no arguments of Megatron that are compared ({ARGUMENTS}): norms and rotary "
+            "embedding are those of config.json; a model of --rotary-interleaved or "
+            "--apply-layernorm-1p computes something else"
         )
     padding = {
         name: tensor.shape[0] - model.vocab

@@ -1,8 +1,10 @@
-"""Location of a parameter in another program's tensors: name, order of dimensions, and part of a fused tensor.
+"""Location of a parameter in another program's tensors: name, order of dimensions,
+and part of a fused tensor.
 
-A parameter `[L, D, N, H]` is stored as one matrix `[N H, D]` per layer: its `StoredTensor` has the name
-`model.layers.{layer}.self_attn.q_proj.weight` and the axes `("NH", "D")`. Both directions use one view: the stored
-array with its merged dimensions split, of which a block is read or written. No value is changed.
+A parameter `[L, D, N, H]` is stored as one matrix `[N H, D]` per layer: its `StoredTensor` has the
+name `model.layers.{layer}.self_attn.q_proj.weight` and the axes `("NH", "D")`. Both directions use
+one view: the stored array with its merged dimensions split, of which a block is read or written. No
+value is changed.
 """
 
 import dataclasses
@@ -27,7 +29,8 @@ class StoredTensor:
     name: str
     """Name of the tensor, with `{layer}` and `{expert}` where there is one for each."""
     axes: tuple[str, ...]
-    """Dimension letters of each stored dimension, the slowest first; ("NH", "D") merges heads and head size."""
+    """Dimension letters of each stored dimension, the slowest first;
+    ("NH", "D") merges heads and head size."""
     layers: tuple[int, ...] = ()
     """Layer of each row of the stack, in the other program's numbers."""
     part: tuple[int, slice] | None = None
@@ -35,7 +38,8 @@ class StoredTensor:
     shape: tuple[int, ...] = ()
     """Shape of the stored tensor where it is fused; () is that of the parameter."""
     split: tuple[int, ...] = ()
-    """Shape to which a fused tensor is split before `part` is taken: parts that alternate, head by head; () is none."""
+    """Shape to which a fused tensor is split before `part` is taken: parts
+    that alternate, head by head; () is none."""
 
     def stored_shape(self, p: Param) -> tuple[int, ...]:
         """Returns the shape of one stored tensor of the parameter `p`."""
@@ -51,7 +55,8 @@ class StoredTensor:
             yield self.name.format(layer=layer, expert=expert)
 
     def blocks(self, p: Param, index: Index) -> Iterator[tuple[str, Index, Index]]:
-        """Yields the stored tensors that hold a block of `p`: name, block of the result, block of the stored view.
+        """Yields the stored tensors that hold a block of `p`: name, block
+        of the result, block of the stored view.
 
         index: of the parameter with one row per layer.
         """
@@ -80,7 +85,8 @@ class StoredTensor:
         return stored.reshape([sizes[letter] for group in self.axes for letter in group])
 
     def to_param(self, p: Param, block: np.ndarray) -> np.ndarray:
-        """Returns a block of the view in the order of the parameter's dimensions, without copying."""
+        """Returns a block of the view in the order
+        of the parameter's dimensions, without copying."""
         letters = "".join(self.axes)
         inner = [letter for letter in p.dims if not self._is_outer(letter)]
         block = block.transpose([letters.index(letter) for letter in inner])
@@ -89,7 +95,8 @@ class StoredTensor:
         )
 
     def from_param(self, p: Param, block: np.ndarray) -> np.ndarray:
-        """Inverts `to_param`: returns a block of the parameter, one layer and expert of it, as the view has it."""
+        """Inverts `to_param`: returns a block of the parameter, one layer and expert of it,
+        as the view has it."""
         inner = [letter for letter in p.dims if not self._is_outer(letter)]
         squeezed = block.reshape(
             [size for letter, size in zip(p.dims, block.shape, strict=True) if letter in inner]
@@ -108,7 +115,8 @@ def _sizes(p: Param) -> dict[str, int]:
 
 
 def unpadded_shape(p: Param) -> tuple[int, ...]:
-    """Returns the shape of a parameter with one row per layer and without padding of the vocabulary."""
+    """Returns the shape of a parameter with one row per layer and without padding
+    of the vocabulary."""
     return tuple(_sizes(p).values())
 
 
@@ -121,7 +129,8 @@ def read_block(
 ) -> np.ndarray:
     """Returns a block of a parameter from the stored tensors, in `dtype`, its own memory.
 
-    index: block of the parameter with one row per layer; rows beyond the vocabulary are padding, which is zero.
+    index: block of the parameter with one row per layer;
+    rows beyond the vocabulary are padding, which is zero.
     """
     out = np.zeros([part.stop - part.start for part in index], dtype)
     inside = tuple(
@@ -137,16 +146,18 @@ def read_block(
 def write_block(
     p: Param, stored: StoredTensor, index: Index, block: np.ndarray, tensor: ReadTensor
 ) -> None:
-    """Inverts `read_block`: writes a block without padding into the stored tensors. tensor: returns writable views."""
+    """Inverts `read_block`: writes a block without padding into the stored tensors.
+    tensor: returns writable views."""
     for name, outer, inner in stored.blocks(p, index):
         stored.view(p, tensor(name))[inner] = stored.from_param(p, block[outer])
 
 
 Names = Mapping[str, tuple[str, tuple[str, ...]]]
-"""Parameter, or stack and parameter -> its tensor after the layer's number, and the letters of its dimensions.
+"""Parameter, or stack and parameter -> its tensor after the layer's number,
+and the letters of its dimensions.
 
-A stored dimension of several parameters is marked with how they share it: `+` one after another, `%` by turns, `/` one
-after another within each head. An empty dimension has one element."""
+A stored dimension of several parameters is marked with how they share it: `+` one after another,
+`%` by turns, `/` one after another within each head. An empty dimension has one element."""
 
 LLAMA: Names = {
     "embed": ("model.embed_tokens.weight", ("V", "D")),
@@ -179,52 +190,77 @@ LLAMA: Names = {
 
 
 def locate_tensors(c: Model, names: Names, layer: str) -> dict[str, StoredTensor]:
-    """Returns where each parameter of a model is stored. layer: what precedes the names of a layer's tensors."""
-    spec, params = c.spec(), named_leaves(c.params())
-    rows = {stack: spec.layers_of(stack) for stack in spec.stacks}
-    rows |= {block.stack: (len(spec.layers) + i,) for i, block in enumerate(spec.further)}
-    groups: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
-    found: dict[str, StoredTensor] = {}
+    """Returns where each parameter of a model is stored.
+    layer: what precedes the names of a layer's tensors."""
+    spec = c.spec()
+    params = named_leaves(c.params())
+    layers_of = {stack: spec.layers_of(stack) for stack in spec.stacks}
+    layers_of |= {block.stack: (len(spec.layers) + i,) for i, block in enumerate(spec.further)}
+    # Parameters that share a tensor, by its stack and name.
+    groups: dict[tuple[str, str], list[str]] = {}
     for path in params:
-        stack, _, name = path.rpartition(".")
-        tensor, axes = names[path] if path in names else names[name]
-        groups.setdefault((stack if stack in rows else "", tensor), {})[path] = axes
+        stack = path.rpartition(".")[0]
+        tensor, _ = names[_key(path, names)]
+        groups.setdefault((stack if stack in layers_of else "", tensor), []).append(path)
     order = list(names)
-    for (stack, tensor), group in groups.items():
-        where = (layer + tensor if stack else tensor, rows.get(stack, ()))
-        paths = sorted(
-            group, key=lambda path: order.index(path if path in names else path.rpartition(".")[2])
-        )
-        found |= _parts(*where, {path: (params[path], group[path]) for path in paths})
-    return {path: found[path] for path in params}
+    stored: dict[str, StoredTensor] = {}
+    for (stack, tensor), paths in groups.items():
+        paths.sort(key=lambda path: order.index(_key(path, names)))
+        group = {path: (params[path], names[_key(path, names)][1]) for path in paths}
+        name = layer + tensor if stack else tensor
+        stored |= _parts(name, layers_of.get(stack, ()), group)
+    return {path: stored[path] for path in params}
+
+
+def _key(path: str, names: Names) -> str:
+    """Returns the key of a parameter in a table of names: its path, or its last name."""
+    return path if path in names else path.rpartition(".")[2]
 
 
 def _parts(
     name: str, layers: tuple[int, ...], group: dict[str, tuple[Param, tuple[str, ...]]]
 ) -> dict[str, StoredTensor]:
-    """Returns the places of the parameters of one tensor. group: their descriptions and axes, in their order."""
-    found: dict[str, StoredTensor] = {}
+    """Returns the places of the parameters of one tensor.
+    group: their descriptions and axes, in their order.
+
+        +   [ a a a a | b b ]   one after another
+        %   [ a b a b a b ]     by turns
+        /   [ a a b | a a b ]   one after another within each head
+    """
+    stored: dict[str, StoredTensor] = {}
     shapes = {path: _shape(p, axes) for path, (p, axes) in group.items()}
     first = 0
-    for place, (path, (p, axes)) in enumerate(group.items()):
+    for number, (path, (p, axes)) in enumerate(group.items()):
         plain = tuple(letters.rstrip(_MARKS) for letters in axes if letters)
-        axis = next((i for i, letters in enumerate(axes) if letters[-1:] in tuple(_MARKS)), None)
+        axis = _shared_axis(axes)
         if axis is None:
             shape = shapes[path] if "" in axes else ()
-            found[path] = StoredTensor(name, plain, layers, shape=shape)
+            stored[path] = StoredTensor(name, plain, layers, shape=shape)
             continue
-        size, total = shapes[path][axis], sum(shape[axis] for shape in shapes.values())
-        before, after = shapes[path][:axis], shapes[path][axis + 1 :]
-        part, split = (axis, slice(first, first + size)), tuple[int, ...]()
+        size = shapes[path][axis]
+        total = sum(shape[axis] for shape in shapes.values())
+        before = shapes[path][:axis]
+        after = shapes[path][axis + 1 :]
+        split: tuple[int, ...] = ()
         if axes[axis].endswith("%"):
-            part = (axis, slice(place, None, len(group)))
+            part = (axis, slice(number, None, len(group)))
         elif axes[axis].endswith("/"):
             heads = p.shape[p.dims.index("N")]
             split = (*before, heads, total // heads, *after)
             part = (axis + 1, slice(first // heads, (first + size) // heads))
-        found[path] = StoredTensor(name, plain, layers, part, (*before, total, *after), split)
+        else:
+            part = (axis, slice(first, first + size))
+        stored[path] = StoredTensor(name, plain, layers, part, (*before, total, *after), split)
         first += size
-    return found
+    return stored
+
+
+def _shared_axis(axes: tuple[str, ...]) -> int | None:
+    """Returns the dimension that several parameters share, None where none is marked."""
+    for axis, letters in enumerate(axes):
+        if letters.endswith(tuple(_MARKS)):
+            return axis
+    return None
 
 
 _MARKS = "+%/"

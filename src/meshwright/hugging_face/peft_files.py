@@ -1,6 +1,8 @@
-"""Adapters in PEFT's format: adapter_config.json, and adapter_model.safetensors with A and B of each module.
+"""Adapters in PEFT's format: adapter_config.json,
+and adapter_model.safetensors with A and B of each module.
 
-PEFT stores A as [r, in] and B as [out, r], with the dimensions of a module's weight merged as `transformers` has them.
+PEFT stores A as [r, in] and B as [out, r],
+with the dimensions of a module's weight merged as `transformers` has them.
 """
 
 import json
@@ -34,11 +36,14 @@ def write_adapter(
     base: str,
     prefix: TextPrefix | None = None,
 ) -> int:
-    """Writes an adapter that `peft.PeftModel.from_pretrained` reads; returns the number of its tensors.
+    """Writes an adapter that `peft.PeftModel.from_pretrained` reads;
+    returns the number of its tensors.
 
-    adapters: A and B of every adapted matrix by path.  base: name or folder of the model it belongs to.  prefix: form
-    of the names where the base is a larger model, in which PEFT finds modules by the names of `transformers` 5. Raises
-    WeightsError for a matrix that `transformers` stores as part of another, of which PEFT would have one adapter.
+    adapters: A and B of every adapted matrix by path.
+    base: name or folder of the model it belongs to.
+    prefix: form of the names where the base is a larger model, in which PEFT finds modules by the
+    names of `transformers` 5. Raises WeightsError for a matrix that `transformers` stores as part
+    of another, of which PEFT would have one adapter.
     """
     tensors: dict[str, np.ndarray] = {}
     suffixes: set[str] = set()
@@ -79,7 +84,8 @@ def write_adapter(
 
 
 def _matrices(model: Model, tuning: FineTune) -> Iterator[tuple[str, Param, StoredTensor]]:
-    """Path, description and place of each adapted matrix. Raises WeightsError for a part of a fused tensor."""
+    """Path, description and place of each adapted matrix.
+    Raises WeightsError for a part of a fused tensor."""
     params, stored = model.params(), architecture_of(model)[0].tensors(model)
     for stack, names in targets_of(params, tuning).items():
         for name in names:
@@ -89,8 +95,9 @@ def _matrices(model: Model, tuning: FineTune) -> Iterator[tuple[str, Param, Stor
             if where.part is not None or where.axes != (outer, inner):
                 raise WeightsError(
                     f"{path} as an adapter in PEFT's format",
-                    f"`transformers` stores it as a part of {where.name.format(layer=0, expert=0)!r} or transposed, "
-                    "for which PEFT has one adapter with another A",
+                    "`transformers` stores it as a part of "
+                    f"{where.name.format(layer=0, expert=0)!r} or transposed, for which PEFT has "
+                    "one adapter with another A",
                     "the weights with adapters merged: meshwright convert RUN OUT",
                 )
             yield path, p, where

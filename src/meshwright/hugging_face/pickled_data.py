@@ -1,8 +1,9 @@
 """Pickles read as data: an interpreter of the format that imports nothing and calls nothing.
 
-A pickle is a program for a stack machine: most of its instructions push numbers, texts and containers; GLOBAL names an
-object of Python, and REDUCE, NEWOBJ and BUILD call it. Here a name stays a name (`Named`), and a call is the record of one
-(`Call`), where the name is one of those that the reader expects. Everything else is refused.
+A pickle is a program for a stack machine: most of its instructions push numbers, texts and
+containers; GLOBAL names an object of Python, and REDUCE, NEWOBJ and BUILD call it. Here a name
+stays a name (`Named`), and a call is the record of one (`Call`), where the name is one of those
+that the reader expects. Everything else is refused.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ class Named:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """Record of a call that a pickle asks for, and of the state that it gives to the result; nothing is called."""
+    """Record of a call that a pickle asks for,
+    and of the state that it gives to the result; nothing is called."""
 
     name: str
     # Not in the text of an error: a tuple that has another twice, and so on, writes without end.
@@ -52,8 +54,8 @@ class Persistent:
 def read_pickled(content: bytes, names: Container[str]) -> Any:
     """Returns what a pickle describes.
 
-    names: objects that it may name, each "MODULE NAME". Raises ValueError for any other, for an instruction that is
-    not about data, and for what is no pickle.
+    names: objects that it may name, each "MODULE NAME". Raises ValueError for any other, for an
+    instruction that is not about data, and for what is no pickle.
     """
     machine = _Machine(names)
     try:
@@ -65,7 +67,8 @@ def read_pickled(content: bytes, names: Container[str]) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether a dictionary may have a key. A tuple of tuples takes time and text without end to hash and to write."""
+    """Whether a dictionary may have a key.
+    A tuple of tuples takes time and text without end to hash and to write."""
     if isinstance(value, tuple):
         return not any(isinstance(item, tuple) or not _is_key(item) for item in value)
     return value is None or isinstance(value, str | bytes | int | float | Named | Call)
@@ -168,8 +171,8 @@ class _Machine:
     def _named(self, name: str) -> Named:
         if name not in self._names:
             raise ValueError(
-                f"it names {name[:80].replace(' ', '.')!r}, which a checkpoint of tensors has no use for; nothing "
-                "of it was imported or called"
+                f"it names {name[:80].replace(' ', '.')!r}, which a checkpoint of tensors has no "
+                "use for; nothing of it was imported or called"
             )
         return Named(name)
 

@@ -1,13 +1,14 @@
 """Quantised weights of Hugging Face folders, read as the bfloat16 numbers that they stand for.
 
-Float8, as DeepSeek-V3 and Kimi K2 are released: a weight `NAME.weight` [out, in] is float8 (e4m3), and
-`NAME.weight_scale_inv` has a float32 for each block of it, 128 x 128 in the released files: the weight is the product
-(`fp8_cast_bf16.py` of the repository deepseek-ai/DeepSeek-V3).
+Float8, as DeepSeek-V3 and Kimi K2 are released: a weight `NAME.weight` [out, in] is float8 (e4m3),
+and `NAME.weight_scale_inv` has a float32 for each block of it, 128 x 128 in the released files: the
+weight is the product (`fp8_cast_bf16.py` of the repository deepseek-ai/DeepSeek-V3).
 
-MXFP4, as GPT-OSS is released: a matrix [E, D, F] is stored as `NAME_blocks`, uint8 [E, F, D/32, 16], and `NAME_scales`,
-uint8 [E, F, D/32]: groups of 32 numbers of 4 bits (E2M1), two in a byte, the first in its low half, with an exponent
-each (OCP Microscaling Formats 1.0, 2023; `transformers`, integrations/mxfp4.py). Numbers of 4 bits times a power of two
-are exact in bfloat16.
+MXFP4, as GPT-OSS is released: a matrix [E, D, F] is stored as `NAME_blocks`, uint8
+[E, F, D/32, 16], and `NAME_scales`, uint8 [E, F, D/32]: groups of 32 numbers of 4 bits (E2M1), two
+in a byte, the first in its low half, with an exponent each (OCP Microscaling Formats 1.0, 2023;
+`transformers`, integrations/mxfp4.py). Numbers of 4 bits times a power of two are exact in
+bfloat16.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ Block = tuple[int, int]
 
 
 def block_of(fields: Fields) -> Block:
-    """Returns the blocks of a float8 configuration. Raises WeightsError for a form of it that is not read."""
+    """Returns the blocks of a float8 configuration.
+    Raises WeightsError for a form of it that is not read."""
     file, quantisation = fields.file, fields.config["quantization_config"]
     block, kind = quantisation.get("weight_block_size"), quantisation.get("fmt", "e4m3")
     if kind != "e4m3":
@@ -77,7 +79,8 @@ MXFP4 = "mxfp4"
 
 
 def unpacked_entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Returns the tensors that pairs of blocks and scales stand for, by name; their bytes are those of the blocks.
+    """Returns the tensors that pairs of blocks and scales stand for, by name;
+    their bytes are those of the blocks.
 
     Raises WeightsError for blocks without scales, and for shapes that do not belong together.
     """
@@ -100,7 +103,8 @@ def unpacked_entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
             raise WeightsError(
                 f"reading {tensor!r}",
                 f"it is {entry.dtype}{list(entry.shape)}, and {found_scales}",
-                f"MXFP4: uint8 [experts, columns, groups, {_GROUP // 2}] with scales uint8 [experts, columns, groups]",
+                f"MXFP4: uint8 [experts, columns, groups, {_GROUP // 2}] with scales uint8 "
+                "[experts, columns, groups]",
             )
         E, F, groups = scales.shape
         found[name] = entry._replace(dtype="BF16", shape=(E, groups * _GROUP, F))
@@ -109,7 +113,8 @@ def unpacked_entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 @dataclasses.dataclass(frozen=True)
 class PackedTensor:
-    """A matrix [E, D, F] in MXFP4, of which blocks are read as bfloat16: `tensor[:, :, ::2]` is one, lazily."""
+    """A matrix [E, D, F] in MXFP4, of which blocks are read
+    as bfloat16: `tensor[:, :, ::2]` is one, lazily."""
 
     blocks: np.ndarray
     scales: np.ndarray
@@ -121,7 +126,8 @@ class PackedTensor:
         return (E, groups * _GROUP, F)
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns every n-th column as another packed tensor, or a block of all three dimensions as an array."""
+        """Returns every n-th column as another packed tensor,
+        or a block of all three dimensions as an array."""
         experts, inputs, columns = tuple(index) + (slice(None),) * (3 - len(index))
         if experts == inputs == slice(None):
             return PackedTensor(self.blocks[:, columns], self.scales[:, columns])

@@ -1,8 +1,10 @@
-"""Files in the safetensors format: headers checked before anything is read, tensors as views of the mapped file.
+"""Files in the safetensors format: headers checked before anything is read, tensors as views
+of the mapped file.
 
-A file is 8 bytes (the header's length, little-endian), the header (JSON: dtype, shape and data offsets by name), and
-the data. The format's page in the repository huggingface/safetensors has the rules that are checked here. Files are
-mapped, so a block of a tensor costs the memory of its pages; `release` gives them back.
+A file is 8 bytes (the header's length, little-endian), the header (JSON: dtype, shape and data
+offsets by name), and the data. The format's page in the repository huggingface/safetensors has the
+rules that are checked here. Files are mapped, so a block of a tensor costs the memory of its pages;
+`release` gives them back.
 """
 
 import json
@@ -105,7 +107,8 @@ class _MappedFile:
         return self._map[start : start + length]
 
     def release(self) -> None:
-        """Gives back the memory of the pages used so far; the system writes changed ones to disk when it likes."""
+        """Gives back the memory of the pages used so far;
+        the system writes changed ones to disk when it likes."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -119,7 +122,8 @@ class SafetensorsFile(_MappedFile):
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns the tensors of a file by name. Raises WeightsError where the header and the file do not agree."""
+    """Returns the tensors of a file by name.
+    Raises WeightsError where the header and the file do not agree."""
     try:
         check_inside(path.parent, [path])
         size = path.stat().st_size
@@ -186,7 +190,8 @@ def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[s
         ):
             raise WeightsError(
                 f"reading {path}",
-                f"{name!r} is {dtype}{list(shape)}, {expected:,} bytes, and its place has {stop - start:,}",
+                f"{name!r} is {dtype}{list(shape)}, {expected:,} bytes, and its place has "
+                f"{stop - start:,}",
                 _FIX,
             )
         entries[name] = TensorEntry(path, dtype, shape, data + start, data + stop)
@@ -196,13 +201,17 @@ def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[s
             raise WeightsError(f"reading {path}", f"{name!r} overlaps the tensor before it", _FIX)
         end = entry.stop
     if end != size:
-        truth = f"its header places tensors up to byte {end:,}, and it has {size:,} bytes ({format_bytes(size)})"
+        truth = (
+            f"its header places tensors up to byte {end:,}, and it has {size:,} bytes "
+            f"({format_bytes(size)})"
+        )
         raise WeightsError(f"reading {path}", truth, _FIX)
     return entries
 
 
 class NewSafetensorsFile(_MappedFile):
-    """A file that is written block by block: its size and header first, its tensors in any order."""
+    """A file that is written block by block: its size and header first, its tensors
+    in any order."""
 
     def __init__(
         self,
@@ -212,7 +221,8 @@ class NewSafetensorsFile(_MappedFile):
     ):
         """Opens `path`, or creates it with all its bytes.
 
-        tensors: dtype and shape by name, in order.  metadata: texts that the header has besides the format.
+        tensors: dtype and shape by name, in order.
+        metadata: texts that the header has besides the format.
         """
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         offset = 0
@@ -249,7 +259,8 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def split_into_files(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
-    """Returns the names of tensors in groups of at most `largest` bytes, in order; a larger tensor is alone."""
+    """Returns the names of tensors in groups of at most `largest` bytes, in order;
+    a larger tensor is alone."""
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -269,9 +280,11 @@ def file_names(count: int) -> list[str]:
 
 
 def file_of_weights(folder: Path) -> Path | None:
-    """Returns the file that names a folder's weights, by the precedence of `transformers`; None where there is none.
+    """Returns the file that names a folder's weights, by the precedence of `transformers`;
+    None where there is none.
 
-    That is what config.json names (`transformers_weights`), model.safetensors, and model.safetensors.index.json.
+    That is what config.json names (`transformers_weights`), model.safetensors, and
+    model.safetensors.index.json.
     """
     named = _named_in_config(folder)
     if named is not None:
@@ -283,7 +296,8 @@ def file_of_weights(folder: Path) -> Path | None:
 
 
 def _named_in_config(folder: Path) -> str | None:
-    """Returns the file that `transformers_weights` of config.json names. Raises WeightsError where it is not there."""
+    """Returns the file that `transformers_weights` of config.json names.
+    Raises WeightsError where it is not there."""
     file = folder / "config.json"
     if not file.is_file():
         return None
@@ -302,7 +316,8 @@ def _named_in_config(folder: Path) -> str | None:
     if not known or not _is_plain_name(name) or not (folder / name).is_file():
         raise WeightsError(
             f"reading {file}",
-            f"its transformers_weights is {json.dumps(name)}, which is not a safetensors file in the folder",
+            f"its transformers_weights is {json.dumps(name)}, which is not a safetensors file in "
+            "the folder",
             "the name of a file of weights in the folder, or no such field",
         )
     return str(name)
@@ -311,8 +326,9 @@ def _named_in_config(folder: Path) -> str | None:
 def find_files(folder: Path) -> dict[str, Path]:
     """Returns the file of every tensor of a folder by its index, or one for all (key "").
 
-    Of several sets of weights it is the one that `transformers` reads (`file_of_weights`). Raises WeightsError for a
-    folder without weights, an index that is damaged, and a path that leaves the folder.
+    Of several sets of weights it is the one that `transformers` reads (`file_of_weights`). Raises
+    WeightsError for a folder without weights, an index that is damaged, and a path that leaves the
+    folder.
     """
     file = file_of_weights(folder)
     if file is not None and file.suffix == ".json":
@@ -347,8 +363,10 @@ def find_files(folder: Path) -> dict[str, Path]:
     if pickled:
         raise WeightsError(
             f"weights in {folder}",
-            f"{pickled[0]} is a pickle, which runs code when it is read; there is no .safetensors file",
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) of `transformers`, where you trust it",
+            f"{pickled[0]} is a pickle, which runs code when it is read; there is no .safetensors "
+            "file",
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) of "
+            "`transformers`, where you trust it",
         )
     packed = sorted(path.name for path in folder.glob("*.gguf"))
     if packed:
@@ -367,7 +385,8 @@ def find_files(folder: Path) -> dict[str, Path]:
     if len(others) == 1:
         raise WeightsError(
             f"weights in {folder}",
-            f"{others[0]} has a name that `transformers` does not read: it has neither {SINGLE} nor {INDEX}",
+            f"{others[0]} has a name that `transformers` does not read: it has neither {SINGLE} "
+            f"nor {INDEX}",
             f"if it is all of the model: mv {folder / others[0]} {folder / SINGLE}",
         )
     raise WeightsError(
@@ -383,7 +402,8 @@ def _is_plain_name(file: str) -> bool:
 
 
 def _read_index(folder: Path, index: Path) -> dict[str, str]:
-    """Returns the name of the file of every tensor. Raises WeightsError for what is not an index of files beside it."""
+    """Returns the name of the file of every tensor.
+    Raises WeightsError for what is not an index of files beside it."""
     try:
         check_inside(folder, [index])
         names = read_json(index, LARGE)["weight_map"]
@@ -406,8 +426,8 @@ def _read_index(folder: Path, index: Path) -> dict[str, str]:
 def check_one_set(folder: Path, read: Mapping[str, TensorEntry]) -> tuple[str, ...]:
     """Returns notes on the files of weights in a folder that are not read.
 
-    read: the tensors that are read.  Raises WeightsError where another file of the model has other values under the name
-    of one of them: which of two trainings is meant cannot be known.
+    read: the tensors that are read. Raises WeightsError where another file of the model has other
+    values under the name of one of them: which of two trainings is meant cannot be known.
     """
     used = {entry.file for entry in read.values()}
     chosen = file_of_weights(folder)
@@ -428,7 +448,8 @@ def check_one_set(folder: Path, read: Mapping[str, TensorEntry]) -> tuple[str, .
 
 
 def _compare(folder: Path, chosen: Path, read: Mapping[str, TensorEntry], path: Path) -> None:
-    """Raises WeightsError for a tensor of a file that is not read which differs from the one that is."""
+    """Raises WeightsError for a tensor of a file that is not read which differs
+    from the one that is."""
     other = SafetensorsFile(path)
     files = dict[Path, SafetensorsFile]()
     for name, entry in other.entries.items():
@@ -464,7 +485,8 @@ def _same_bytes(
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Returns the names of the tensors that are read, by the index or the header of the file; none without weights."""
+    """Returns the names of the tensors that are read, by the index or the header of the file;
+    none without weights."""
     file = file_of_weights(folder)
     if file is None:
         return set()
@@ -490,7 +512,8 @@ def _check_present(folder: Path, files: Iterable[str]) -> None:
 
 
 def check_unwrapped(folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
-    """Raises WeightsError where the names of tensors have a part that a wrapper of the model put there."""
+    """Raises WeightsError where the names of tensors have a part that a wrapper
+    of the model put there."""
     found: dict[str, list[str]] = {}
     for name in tensors:
         for part in name.split("."):
@@ -513,7 +536,7 @@ def check_unwrapped(folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
         )
     raise WeightsError(
         f"weights in {tensors[first].file}",
-        f"{count} of {len(tensors)} tensors have {', '.join(map(repr, prefixes))} in their names, such as {first!r}: "
-        f"they were saved from inside {owners}",
+        f"{count} of {len(tensors)} tensors have {', '.join(map(repr, prefixes))} in their names, "
+        f"such as {first!r}: they were saved from inside {owners}",
         fix,
     )

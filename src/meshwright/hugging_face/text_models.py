@@ -1,7 +1,7 @@
 """The architecture of a configuration: of a text model, or of the text model inside a larger one.
 
-A larger model also reads images, video or sound. Its config.json has the text model's fields under `text_config`, and
-its files have the text model's tensors under a prefix:
+A larger model also reads images, video or sound. Its config.json has the text model's fields under
+`text_config`, and its files have the text model's tensors under a prefix:
 
     name in the larger model                           name in the text model
     model.language_model.layers.0.mlp.up_proj.weight   model.layers.0.mlp.up_proj.weight
@@ -9,8 +9,8 @@ its files have the text model's tensors under a prefix:
     lm_head.weight, language_model.lm_head.weight      lm_head.weight
     model.vision_tower. ...                            (of another part)
 
-The first form is that of `transformers` 5, the second that of 4. The text model is computed; the tensors of the other
-parts are kept byte for byte.
+The first form is that of `transformers` 5, the second that of 4. The text model is computed; the
+tensors of the other parts are kept byte for byte.
 """
 
 import dataclasses
@@ -67,7 +67,8 @@ class LargerModel:
     text: Mapping[str, str]
     """Type of `text_config` -> the architecture that computes it."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of the text model that published files leave out, with the values of `transformers`."""
+    """Fields of the text model that published files leave out,
+    with the values of `transformers`."""
     default_text_type: str | None = None
     """Type of a `text_config` that names none."""
 
@@ -139,7 +140,8 @@ _ALL_LARGER = (
     ),
 )
 LARGER_MODELS = {larger.name: larger for larger in _ALL_LARGER}
-"""Architectures whose text model is computed, by name; another is added from outside the package."""
+"""Architectures whose text model is computed, by name;
+another is added from outside the package."""
 
 
 _OTHER_PARTS = re.compile(
@@ -162,7 +164,8 @@ class TextModel:
     """Fields of that model."""
 
     def check_all_read(self) -> None:
-        """Raises WeightsError for a field that nothing reads and that is not known to change no number."""
+        """Raises WeightsError for a field that nothing reads and that is not known
+        to change no number."""
         self.fields.check_all_read(self.architecture.name)
         if self.whole is not None and self.larger is not None:
             self.whole.check_all_read(self.larger.name)
@@ -171,8 +174,9 @@ class TextModel:
 def find_text_model(fields: Fields) -> TextModel:
     """Returns the architecture of a configuration and the fields of its text model.
 
-    An architecture is found by its name (`architectures`) and its type (`model_type`), which have to agree. Raises
-    WeightsError where they do not, and for a model that Meshwright does not compute.
+    An architecture is found by its name (`architectures`) and its type (`model_type`), which have
+    to agree. Raises WeightsError where they do not, and for a model that Meshwright does not
+    compute.
     """
     name = _architecture_name(fields)
     if name in LARGER_MODELS:
@@ -185,7 +189,8 @@ def find_text_model(fields: Fields) -> TextModel:
 
 
 def _architecture_name(fields: Fields) -> str:
-    """Returns the architecture that a config.json names. Raises WeightsError where it names none."""
+    """Returns the architecture that a config.json names.
+    Raises WeightsError where it names none."""
     names = fields.config.get("architectures") or []
     if not isinstance(names, list):
         found = f"its architectures are {names!r}, which is not a list"
@@ -199,7 +204,8 @@ def _architecture_name(fields: Fields) -> str:
     if model_type in by_type:
         fix = f'"architectures": ["{by_type[model_type]}"], if the weights are of it'
     raise fields.error(
-        f"its architecture is not named: it has no architectures, and its model_type is {model_type!r}",
+        "its architecture is not named: it has no architectures, and its model_type is "
+        f"{model_type!r}",
         fix,
     )
 
@@ -231,8 +237,8 @@ def _inside(larger: LargerModel, fields: Fields) -> TextModel:
     text_type = str(inner.get("model_type") or larger.default_text_type)
     if text_type not in larger.text:
         raise fields.error(
-            f"the text model of {larger.name} is of the type {text_type}, which Meshwright does not compute; "
-            f"those of {' and '.join(sorted(larger.text))} are computed",
+            f"the text model of {larger.name} is of the type {text_type}, which Meshwright does "
+            f"not compute; those of {' and '.join(sorted(larger.text))} are computed",
             "a model with such a text model",
         )
     fields.without_effect("text_config")
@@ -246,10 +252,12 @@ def _inside(larger: LargerModel, fields: Fields) -> TextModel:
 
 
 def _is_tied(fields: Fields, inner: Mapping[str, Any]) -> bool | None:
-    """Returns whether embedding and unembedding are one tensor; None where only the architecture tells.
+    """Returns whether embedding and unembedding are one tensor;
+    None where only the architecture tells.
 
-    `transformers` takes the field of the larger model. Where that is missing it takes the class's own value, and ties
-    nothing if the files have two tensors with different values. Here the files decide then, whatever the values are.
+    `transformers` takes the field of the larger model. Where that is missing it takes the class's
+    own value, and ties nothing if the files have two tensors with different values. Here the files
+    decide then, whatever the values are.
     """
     fields.without_effect("tie_word_embeddings")
     stated = fields.config.get("tie_word_embeddings")
@@ -264,7 +272,8 @@ def _is_tied(fields: Fields, inner: Mapping[str, Any]) -> bool | None:
 
 
 def prefix_of_text(names: Iterable[str]) -> TextPrefix | None:
-    """Returns the form of the names of a larger model's tensors; None where no text model is among them."""
+    """Returns the form of the names of a larger model's tensors;
+    None where no text model is among them."""
     known = tuple(names)
     for prefix in TEXT_PREFIXES:
         if any(name.startswith(prefix.body) for name in known):
@@ -273,7 +282,8 @@ def prefix_of_text(names: Iterable[str]) -> TextPrefix | None:
 
 
 def _unknown(name: str, fields: Fields) -> tuple[str, str]:
-    """Returns what is true of a configuration whose architecture is not computed, and what to do."""
+    """Returns what is true of a configuration whose architecture is not computed,
+    and what to do."""
     known = (*ARCHITECTURES, *LARGER_MODELS)
     meant = _misspelt(name, known)
     if meant is not None:
@@ -302,7 +312,8 @@ _FEW_LETTERS = 2
 def _misspelt(name: str, known: Iterable[str]) -> str | None:
     """Returns the architecture of which `name` is a misspelling of one or two letters, or None.
 
-    Names with other digits are other models (Qwen2, Qwen3), and so is every name that `transformers` has.
+    Names with other digits are other models (Qwen2, Qwen3),
+    and so is every name that `transformers` has.
     """
     if name in LANGUAGE_MODELS:
         return None
@@ -329,7 +340,8 @@ _MAKERS = {"mixtral": "mistral", "ministral": "mistral", "voxtral": "mistral"}
 
 
 def _maker(name: str) -> str:
-    """Returns the first word of an architecture's name in small letters: "qwen" of Qwen3MoeForCausalLM."""
+    """Returns the first word of an architecture's name
+    in small letters: "qwen" of Qwen3MoeForCausalLM."""
     word = re.match(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", name)
     found = "" if word is None else word.group().lower()
     return _MAKERS.get(found, found)

@@ -14,11 +14,13 @@ from meshwright.storage.writing import copy_file, write_text
 
 
 def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
-    """Writes the tokenizer of a run into a Hugging Face folder; returns the token that ends a document.
+    """Writes the tokenizer of a run into a Hugging Face folder;
+    returns the token that ends a document.
 
-    file: tokenizer.json of the run.  kept: folder with the files that the model came with, which are copied where the
-    run still has their tokenizer, so that its chat template and special tokens come along. A run without a tokenizer
-    writes those of `kept`.
+    file: tokenizer.json of the run.
+    kept: folder with the files that the model came with, which are copied where the run still has
+    their tokenizer, so that its chat template and special tokens come along. A run without a
+    tokenizer writes those of `kept`.
     """
     if not file.is_file() or _same(file, kept / "tokenizer.json"):
         for name in TOKENIZER_FILES:
@@ -62,7 +64,8 @@ def _same(file: Path, kept: Path) -> bool:
 
 def _bytes_tokenizer() -> tokenizers.Tokenizer:
     """Returns a vocabulary of the 256 bytes by their value, and the end of a document."""
-    # GPT-2's table of printable characters: bytes that print stand for themselves, the others follow from 256 on.
+    # GPT-2's table of printable characters: bytes that print stand
+    # for themselves, the others follow from 256 on.
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printing]
     letters = {byte: chr(byte) for byte in printing} | {

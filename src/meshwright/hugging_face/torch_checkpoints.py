@@ -1,10 +1,14 @@
-"""Folders of `torch.distributed.checkpoint` (DCP), as torchtitan and Megatron write them, read without torch.
+"""Folders of `torch.distributed.checkpoint` (DCP),
+as torchtitan and Megatron write them, read without torch.
 
-    .metadata      a pickle: type, shape and chunks of each tensor, and the file, first byte and length of each chunk
-    __0_0.distcp   chunks, each a zip file of `torch.save`: `data.pkl` (type, shape, strides) and `data/0` (the bytes)
+    .metadata      a pickle: type, shape and chunks of each tensor, and the file, first byte and
+                   length of each chunk
+    __0_0.distcp   chunks, each a zip file of `torch.save`: `data.pkl` (type, shape, strides) and
+                   `data/0` (the bytes)
 
-Both pickles are read as data (`pickled_data`): nothing is imported or called. Every number is compared with the others
-before a byte of a tensor is read: chunks have to fill their tensor once, and lie in their file.
+Both pickles are read as data (`pickled_data`): nothing is imported or called. Every number is
+compared with the others before a byte of a tensor is read: chunks have to fill their tensor once,
+and lie in their file.
 """
 
 import dataclasses
@@ -14,7 +18,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -129,15 +133,16 @@ def is_torch_checkpoint(folder: Path) -> bool:
 def read_metadata(folder: Path) -> dict[str, TorchTensor]:
     """Returns the tensors of a checkpoint by name.
 
-    Raises WeightsError where `.metadata` names or describes anything else than tensors, or contradicts itself or the
-    files of the folder.
+    Raises WeightsError where `.metadata` names or describes anything else than tensors, or
+    contradicts itself or the files of the folder.
     """
     tensors, _ = read_tensors_and_objects(folder)
     return tensors
 
 
 def read_tensors_and_objects(folder: Path) -> tuple[dict[str, TorchTensor], list[str]]:
-    """Returns the tensors of a checkpoint by name, and the names of its pickled objects, as `read_metadata` does."""
+    """Returns the tensors of a checkpoint by name,
+    and the names of its pickled objects, as `read_metadata` does."""
     file = folder / METADATA
     try:
         check_inside(folder, [file])
@@ -165,7 +170,8 @@ def _is_object(value: Any) -> bool:
 def _tensors_of(
     folder: Path, fields: Mapping[str, Any], described: Mapping[Any, Any]
 ) -> dict[str, TorchTensor]:
-    """Returns the tensors that the pickle describes, with the places of their chunks. Raises ValueError."""
+    """Returns the tensors that the pickle describes, with the places of their chunks.
+    Raises ValueError."""
     stored = _dictionary(fields, "storage_data")
     places: dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]] = {}
     for index, info in stored.items():
@@ -192,7 +198,8 @@ def _tensors_of(
 
 
 def _place(folder: Path, info: Mapping[str, Any]) -> tuple[Path, int, int]:
-    """Returns file, first byte and length of a chunk. Raises ValueError where they lie outside of the folder's files."""
+    """Returns file, first byte and length of a chunk.
+    Raises ValueError where they lie outside of the folder's files."""
     name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
         raise ValueError("a chunk is in a file that is not named in the folder")
@@ -219,7 +226,8 @@ def _check_tensor(name: str, tensor: TorchTensor) -> None:
         )
         if not inside:
             raise ValueError(
-                f"{name!r} has the shape {list(tensor.shape)}, and a chunk {list(chunk.sizes)} at {list(chunk.offsets)}"
+                f"{name!r} has the shape {list(tensor.shape)}, and a chunk {list(chunk.sizes)} at "
+                f"{list(chunk.offsets)}"
             )
         covered += math.prod(chunk.sizes)
     if covered != math.prod(tensor.shape):
@@ -231,7 +239,8 @@ def _check_tensor(name: str, tensor: TorchTensor) -> None:
 
 
 def _overlap(chunks: tuple[Chunk, ...]) -> bool:
-    """Whether two chunks have an element in common. The corners of a division into blocks tell it."""
+    """Whether two chunks have an element in common.
+    The corners of a division into blocks tell it."""
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     corners = {chunk.offsets for chunk in filled}
     if len(corners) != len(filled):
@@ -274,7 +283,8 @@ def _state(value: Any, kind: str) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str:
-    """Returns the name of a tensor or an object. Raises ValueError for anything else than a text."""
+    """Returns the name of a tensor or an object.
+    Raises ValueError for anything else than a text."""
     if not isinstance(value, str):
         raise ValueError("a tensor or an object has a name that is not a text")
     return value
@@ -351,7 +361,8 @@ ZIP_ERRORS = (
 def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most: int) -> bytes:
     """Returns a file of a zip file of `torch.save`, which compresses nothing.
 
-    Raises ValueError for one of more than `most` bytes, and for a compressed one, whose size the zip file only claims.
+    Raises ValueError for one of more than `most` bytes, and for a compressed one,
+    whose size the zip file only claims.
     """
     size = member.file_size
     if member.compress_type != zipfile.ZIP_STORED or member.compress_size != size:
@@ -362,7 +373,8 @@ def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most: int) ->
 
 
 def read_chunk(name: str, code: str, chunk: Chunk) -> np.ndarray:
-    """Returns the values of a chunk. Raises WeightsError where its file does not have what `.metadata` describes."""
+    """Returns the values of a chunk.
+    Raises WeightsError where its file does not have what `.metadata` describes."""
     try:
         with open_bytes(chunk.file) as file:
             part = io.BufferedReader(_Part(file, chunk.start, chunk.length))
@@ -375,13 +387,61 @@ def read_chunk(name: str, code: str, chunk: Chunk) -> np.ndarray:
 
 
 def _values(archive: zipfile.ZipFile, code: str, sizes: tuple[int, ...]) -> np.ndarray:
-    """Returns the tensor of a file of `torch.save`. Raises ValueError where it is another than is expected."""
+    """Returns the tensor of a file of `torch.save`.
+    Raises ValueError where it is another than is expected."""
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "byteorder" in members:
         order = read_member(archive, members["byteorder"], _MOST_BYTEORDER)
         if order != b"little":
             raise ValueError("its numbers have their largest byte first")
-    description = read_member(archive, members["data.pkl"], _MOST_DESCRIPTION)
+    view = _read_view(read_member(archive, members["data.pkl"], _MOST_DESCRIPTION), code)
+    view.check(sizes)
+
+    dtype = DTYPES[code]
+    data = members[f"data/{view.key}"]
+    size = view.count * dtype.itemsize
+    if data.file_size != size:
+        raise ValueError(
+            f"its storage takes {view.count:,} x {dtype.itemsize} bytes, and has {data.file_size:,}"
+        )
+    values = np.frombuffer(read_member(archive, data, size), dtype)[view.offset :]
+    steps = [step * dtype.itemsize for step in view.strides]
+    return np.lib.stride_tricks.as_strided(values, sizes, steps, writeable=False)
+
+
+class _StorageView(NamedTuple):
+    """A tensor as `torch.save` describes it: a view of a storage, counted in elements.
+
+    Nothing of it has been checked but the type of the storage's elements.
+    """
+
+    key: Any
+    """Name of the storage's file, `data/{key}`."""
+    count: Any
+    """Elements of the storage."""
+    offset: Any
+    """Element that the tensor begins at."""
+    shape: Any
+    strides: Any
+
+    def check(self, sizes: tuple[int, ...]) -> None:
+        """Raises ValueError where it is no view of `sizes`, or reaches beyond its storage."""
+        if _sizes(self.shape) != sizes or len(_sizes(self.strides)) != len(sizes):
+            raise ValueError(
+                f"its tensor has the shape {list(self.shape)}, and .metadata has {list(sizes)}"
+            )
+        if not (_is_count(self.offset) and _is_count(self.count) and isinstance(self.key, str)):
+            raise ValueError("its storage has no size or no name")
+        steps = zip(sizes, self.strides, strict=True)
+        last = self.offset + sum((n - 1) * step for n, step in steps)
+        if math.prod(sizes) and last >= self.count:
+            raise ValueError(
+                f"its tensor ends at element {last:,} of a storage that has {self.count:,}"
+            )
+
+
+def _read_view(description: bytes, code: str) -> _StorageView:
+    """Returns the tensor of a `data.pkl`. Raises ValueError for another object or type."""
     called = read_pickled(description, _TENSOR_NAMES)
     if not isinstance(called, Call) or len(called.arguments) < 4:
         raise ValueError("it describes no tensor")
@@ -389,27 +449,10 @@ def _values(archive: zipfile.ZipFile, code: str, sizes: tuple[int, ...]) -> np.n
     reference = storage.value if isinstance(storage, Persistent) else None
     if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] != "storage":
         raise ValueError("its tensor has no storage")
-    kind, key, count = reference[1], reference[2], reference[4]
+    _, kind, key, _, count = reference
     if not isinstance(kind, Named) or _STORAGES.get(kind.name) != code:
         raise ValueError(f"its tensor is of another type than {code}, which .metadata has")
-    if _sizes(shape) != sizes or len(_sizes(strides)) != len(sizes):
-        raise ValueError(f"its tensor has the shape {list(shape)}, and .metadata has {list(sizes)}")
-    if not _is_count(offset) or not _is_count(count) or not isinstance(key, str):
-        raise ValueError("its storage has no size or no name")
-    last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-    if math.prod(sizes) and last >= count:
-        raise ValueError(f"its tensor ends at element {last:,} of a storage that has {count:,}")
-
-    dtype = DTYPES[code]
-    data = members[f"data/{key}"]
-    size = count * dtype.itemsize
-    if data.file_size != size:
-        raise ValueError(
-            f"its storage takes {count:,} x {dtype.itemsize} bytes, and has {data.file_size:,}"
-        )
-    values = np.frombuffer(read_member(archive, data, size), dtype)[offset:]
-    steps = [step * dtype.itemsize for step in strides]
-    return np.lib.stride_tricks.as_strided(values, sizes, steps, writeable=False)
+    return _StorageView(key, count, offset, shape, strides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,7 +462,8 @@ class NamedTensor:
     own_name: str
     tensor: TorchTensor
     heads: int = 0
-    """Heads whose rotary pairs are in another order: numbers 2i and 2i + 1 here, i and i + half a head there; 0: none."""
+    """Heads whose rotary pairs are in another order: numbers 2i and 2i + 1 here, i
+    and i + half a head there; 0: none."""
 
     @property
     def code(self) -> str:
@@ -442,7 +486,8 @@ class NamedTensor:
 
 
 def _row_with_halves(rows: np.ndarray, size: int) -> np.ndarray:
-    """Returns the rows of heads in Hugging Face's order: number 2i + c of a head is its number c size / 2 + i."""
+    """Returns the rows of heads in Hugging Face's order: number 2i + c
+    of a head is its number c size / 2 + i."""
     head, number = np.divmod(rows, size)
     pair, half = np.divmod(number, 2)
     placed: np.ndarray = head * size + half * (size // 2) + pair
@@ -452,7 +497,8 @@ def _row_with_halves(rows: np.ndarray, size: int) -> np.ndarray:
 def named_tensors(
     folder: Path, tensors: Mapping[str, TorchTensor], heads: int, kv_heads: int
 ) -> tuple[dict[str, NamedTensor], tuple[str, ...]]:
-    """Returns torchtitan's tensors of a Llama by Hugging Face's names, and notes on what is not read.
+    """Returns torchtitan's tensors of a Llama by Hugging Face's names,
+    and notes on what is not read.
 
     Raises WeightsError for a tensor of another model.
     """
@@ -469,15 +515,16 @@ def named_tensors(
             raise WeightsError(
                 f"converting {folder}",
                 f"it has a tensor {own_name!r}, which is none of torchtitan's Llama 3",
-                f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE.pt, and a Hugging Face "
-                "folder made of it by the program that saved it",
+                f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} "
+                "FILE.pt, and a Hugging Face folder made of it by the program that saved it",
             )
         count = {"attention.wq.weight": heads, "attention.wk.weight": kv_heads}.get(inner, 0)
         theirs = f"model.layers.{layer[1]}.{_NAMES[inner]}" if layer else _NAMES[inner]
         if count and (len(tensor.shape) != 2 or tensor.shape[0] % (2 * count)):
             raise WeightsError(
                 f"converting {folder}",
-                f"{own_name!r} has the shape {list(tensor.shape)}, and config.json has {count} heads of an even size",
+                f"{own_name!r} has the shape {list(tensor.shape)}, and config.json has {count} "
+                "heads of an even size",
                 "the config.json of this model",
             )
         if theirs in found:
@@ -487,6 +534,7 @@ def named_tensors(
     notes: tuple[str, ...] = ()
     if states:
         notes = (
-            f"{len(states)} tensors of the training, such as {min(states)}, are not read: optimizer, counters, buffers",
+            f"{len(states)} tensors of the training, such as {min(states)}, are not read: "
+            "optimizer, counters, buffers",
         )
     return found, notes

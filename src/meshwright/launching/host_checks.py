@@ -27,11 +27,14 @@ from meshwright.monitoring.counters import Counter, rule_of
 from meshwright.monitoring.history import level_warning
 
 _FILES = 4096
-"""Open files that a process needs: checkpoints open a file for each shard, and each neighbour is a socket."""
+"""Open files that a process needs: checkpoints open a file for each shard,
+and each neighbour is a socket."""
 _LOCKED = 64 * 2**20
-"""Bytes of locked memory that InfiniBand needs at least for its buffers; it registers what it sends."""
+"""Bytes of locked memory that InfiniBand needs at least for its buffers;
+it registers what it sends."""
 _SHARED = 2**30
-"""Bytes of /dev/shm that NCCL and data loaders need with several GPUs; a container has 64 MiB by default."""
+"""Bytes of /dev/shm that NCCL and data loaders need with several GPUs;
+a container has 64 MiB by default."""
 _COUNTS = (
     "MESHWRIGHT_PROCESSES",
     "SLURM_STEP_NUM_TASKS",
@@ -58,7 +61,8 @@ class Finding:
 
 
 type Wrong = Iterator[tuple[Verdict, str, str]]
-"""Verdict, truth and fix of everything that a check finds wrong; at its end what is true where nothing is."""
+"""Verdict, truth and fix of everything that a check finds wrong;
+at its end what is true where nothing is."""
 
 
 def _check[**P](name: str) -> Callable[[Callable[P, Wrong]], Callable[P, list[Finding]]]:
@@ -139,13 +143,17 @@ def check_shared_memory(size: int, gpus: int) -> Wrong:
 
 @_check("room")
 def check_room(folder: Path, needed: int) -> Wrong:
-    """Checks the free room of the file system of `folder`. needed: bytes of the checkpoints of a run; 0 if unknown."""
+    """Checks the free room of the file system of `folder`.
+    needed: bytes of the checkpoints of a run; 0 if unknown."""
     there = next(
         place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
     )
     free = shutil.disk_usage(there).free
     if free < needed:
-        text = f"{format_bytes(free)} free in {there}, {format_bytes(needed)} for the checkpoints of the run"
+        text = (
+            f"{format_bytes(free)} free in {there}, {format_bytes(needed)} for the checkpoints of "
+            "the run"
+        )
         yield "fault", text, "a folder with more room, or a smaller --training.max-to-keep"
     yield "ok", f"{format_bytes(free)} free", ""
 
@@ -154,7 +162,8 @@ def check_room(folder: Path, needed: int) -> Wrong:
 def check_variables(
     environment: Mapping[str, str], accelerator: str, interfaces: Sequence[str]
 ) -> Wrong:
-    """Checks that environment variables do not contradict each other or the host. interfaces: names of its networks."""
+    """Checks that environment variables do not contradict each other or the host.
+    interfaces: names of its networks."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if accelerator and platforms.lower().split(",")[0] == "cpu":
         yield (
@@ -200,12 +209,14 @@ def check_variables(
 _DEVICES = """
 import json, jax
 jax.config.update("jax_platforms", jax.config.jax_platforms)
-print(json.dumps([
-    {"kind": d.device_kind, "platform": d.platform, "memory": (d.memory_stats() or {}).get("bytes_limit")}
-    for d in jax.local_devices()
-]))
+found = []
+for device in jax.local_devices():
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    found.append({"kind": device.device_kind, "platform": device.platform, "memory": memory})
+print(json.dumps(found))
 """
-"""Program that lists the devices of this process, in a process of its own: a driver that hangs is then ended."""
+"""Program that lists the devices of this process,
+in a process of its own: a driver that hangs is then ended."""
 
 
 def ask_devices(seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]] | str:
@@ -225,7 +236,8 @@ def ask_devices(seconds: float, environment: Mapping[str, str]) -> list[dict[str
 
 @_check("devices")
 def check_devices(devices: list[dict[str, Any]] | str, accelerator: str) -> Wrong:
-    """Checks the devices of a host. accelerator: kind of the chips that the host has, `tpu`, `gpu`, or empty."""
+    """Checks the devices of a host.
+    accelerator: kind of the chips that the host has, `tpu`, `gpu`, or empty."""
     if isinstance(devices, str):
         yield (
             "fault",
@@ -259,7 +271,8 @@ def check_bits(devices: list[dict[str, Any]] | str) -> Wrong:
 
 @_check("counters")
 def check_counters(counters: Sequence[Counter]) -> Wrong:
-    """Checks the levels of a host's counters; counts of errors tell nothing before a second reading."""
+    """Checks the levels of a host's counters;
+    counts of errors tell nothing before a second reading."""
     for counter in counters:
         warning = level_warning(counter)
         if warning:
@@ -271,7 +284,9 @@ def check_counters(counters: Sequence[Counter]) -> Wrong:
 def check_host(folder: Path, needed: int, seconds: float) -> list[Finding]:
     """Runs every check of this host.
 
-    folder: output folder.  needed: bytes that a run writes there.  seconds: for JAX to list the devices.
+    folder: output folder.
+    needed: bytes that a run writes there.
+    seconds: for JAX to list the devices.
     """
     nvidia = any(Path("/dev").glob("nvidia[0-9]*"))
     accelerator = "gpu" if nvidia else "tpu" if has_tpu() else ""

@@ -1,9 +1,9 @@
 """Starts of a scheduler's job, counted since the last progress.
 
-Slurm, Kubernetes and SkyPilot count the starts of a job in all, and a run of weeks is interrupted more often than any
-number that one would write there. So a job file gives the run its limit in a variable, and every process of the run
-counts its own starts in a small file of the output folder. A run that makes no progress ends with an exit code after
-which the scheduler starts nothing more.
+Slurm, Kubernetes and SkyPilot count the starts of a job in all, and a run of weeks is interrupted
+more often than any number that one would write there. So a job file gives the run its limit in a
+variable, and every process of the run counts its own starts in a small file of the output folder. A
+run that makes no progress ends with an exit code after which the scheduler starts nothing more.
 """
 
 import contextlib
@@ -45,7 +45,8 @@ class Record(msgspec.Struct):
     job: str
     tally: Tally
     running: bool = False
-    """Whether the last start has not ended by itself so far: it was killed, where another begins."""
+    """Whether the last start has not ended by itself so far: it was killed,
+    where another begins."""
 
 
 class JobStarts:
@@ -62,7 +63,8 @@ class JobStarts:
             self.record.tally.most = most
 
     def begin(self) -> None:
-        """Notes that a start begins. Raises NoProgressError where those before it made no progress."""
+        """Notes that a start begins.
+        Raises NoProgressError where those before it made no progress."""
         if self.record.running:
             self.record.tally.add(137, self._newest())
         self.record.running = True
@@ -74,7 +76,8 @@ class JobStarts:
         self._write()
 
     def ended(self, code: int) -> int:
-        """Notes the exit code of this start; returns the one to exit with. Raises NoProgressError."""
+        """Notes the exit code of this start; returns the one to exit with.
+        Raises NoProgressError."""
         self.record.running = False
         reason = self.record.tally.add(code, self._newest(), preempted=code in _PREEMPTED)
         self._write()
@@ -86,11 +89,13 @@ class JobStarts:
         return NoProgressError(
             f"starting the run in {self.out} once more",
             reason,
-            "look at the errors of these starts; a new job of the same command begins to count again",
+            "look at the errors of these starts; a new job of the same command begins to count "
+            "again",
         )
 
     def _newest(self) -> int:
-        """Returns the step of the newest checkpoint in the output folder; that of before where it cannot be listed."""
+        """Returns the step of the newest checkpoint in the output folder;
+        that of before where it cannot be listed."""
         try:
             return max(committed_steps(self.out / "checkpoints"), default=0)
         except (OSError, MeshwrightError):
@@ -112,7 +117,8 @@ class JobStarts:
 def job_starts(
     words: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> JobStarts | None:
-    """Returns the starts of the job that runs this command; None where no scheduler's job file limits them.
+    """Returns the starts of the job that runs this command;
+    None where no scheduler's job file limits them.
 
     words: of the command line.
     """

@@ -1,4 +1,5 @@
-"""Job files of Slurm, Kubernetes JobSet and SkyPilot: one command on every host, and what the hosts need."""
+"""Job files of Slurm, Kubernetes JobSet and SkyPilot: one command on every host,
+and what the hosts need."""
 
 import dataclasses
 import json
@@ -23,21 +24,24 @@ from meshwright.launching.job_starts import ATTEMPT
 from meshwright.launching.restarts import FAILED, REFUSED, STOPPED
 
 BACKSTOP = 100
-"""Starts that a scheduler makes in all for each that a run makes without progress. A run of 54 days was interrupted 419
-times (arXiv:2407.21783, section 3.3.4); what ends before the run can count is not started for ever."""
+"""Starts that a scheduler makes in all for each that a run makes without progress. A run of 54 days
+was interrupted 419 times (arXiv:2407.21783, section 3.3.4); what ends before the run can count is
+not started for ever."""
 GRACE_SECONDS = 120
 """Seconds between the signal to stop (SIGTERM) and the end, in which a run saves."""
 REMOTE_SOURCE = "/tmp/meshwright-source"
 """Folder of a host that a checkout is copied to."""
 _CPUS_OF_GPU = 8
 _GIB_OF_GPU = 64
-"""CPUs and GiB of host memory for each GPU of a job that takes a part of a node: half of what nodes of eight GPUs have."""
+"""CPUs and GiB of host memory for each GPU of a job that takes a part of a node: half
+of what nodes of eight GPUs have."""
 _SAME_RESOURCE = {
     "mem": {"mem-per-cpu", "mem-per-gpu"},
     "cpus-per-task": {"cpus-per-gpu", "exclusive"},
     "exclusive": {"oversubscribe"},
 }
-"""Directive that a job asks for -> those that ask for the same in another way, or that it contradicts."""
+"""Directive that a job asks for -> those that ask for the same in another way,
+or that it contradicts."""
 _TPU_HOST = 4
 """Chips on a host of a TPU slice of several hosts."""
 
@@ -50,8 +54,9 @@ class _Cloud(NamedTuple):
     skypilot: str | None = None
     """Name among the accelerators of SkyPilot, where known."""
     host: int | None = None
-    """Chips of the largest TPU slice on one host, GPUs of a compute tray, where these are not `_TPU_HOST` or a node
-    (Google Cloud TPU documentation, machine types ct5lp-hightpu-8t and ct6e-standard-8t)."""
+    """Chips of the largest TPU slice on one host, GPUs of a compute tray, where these are not
+    `_TPU_HOST` or a node (Google Cloud TPU documentation, machine types ct5lp-hightpu-8t and
+    ct6e-standard-8t)."""
     cores: int = 1
     """TensorCores of a chip, which the accelerator types of Cloud TPU count instead of chips."""
 
@@ -100,7 +105,8 @@ class Accelerators:
 
     @property
     def node_selector(self) -> Mapping[str, str]:
-        """Labels of the Google Kubernetes Engine nodes that have these chips; empty where none is known."""
+        """Labels of the Google Kubernetes Engine nodes that have these chips;
+        empty where none is known."""
         label = _CLOUDS.get(self.name, _UNKNOWN).gke
         if label is None:
             return {}
@@ -111,7 +117,8 @@ class Accelerators:
 
     @property
     def skypilot(self) -> tuple[str, int]:
-        """Name and number of SkyPilot's accelerators on a node. Raises ConfigError where it has no such name."""
+        """Name and number of SkyPilot's accelerators on a node.
+        Raises ConfigError where it has no such name."""
         cloud = _CLOUDS.get(self.name, _UNKNOWN)
         if cloud.skypilot is None:
             raise ConfigError(
@@ -169,7 +176,8 @@ class Job:
     mounts: Pairs = ()
     """(source, path) of what the processes find at a path: a folder, a volume claim or a store."""
     restarts: int = 0
-    """Most starts after the first without progress between, which the run itself counts (`launching.job_starts`)."""
+    """Most starts after the first without progress between, which the run itself counts
+    (`launching.job_starts`)."""
     fields: Pairs = ()
     """Further fields of the scheduler."""
 
@@ -226,8 +234,8 @@ def _template(name: str) -> str:
 def slurm_script(job: Job) -> str:
     """Returns the script for `sbatch`.
 
-    Values of directives are limited to characters that need no quotes, everything else is quoted for the shell. Raises
-    ConfigError for a directive that is not.
+    Values of directives are limited to characters that need no quotes, everything else is quoted
+    for the shell. Raises ConfigError for a directive that is not.
     """
     chips = job.accelerators
     fields = dict(job.fields)
@@ -254,8 +262,10 @@ def slurm_script(job: Job) -> str:
         ):
             raise ConfigError(
                 f"#SBATCH --{name}={value!r}",
-                "a directive is a word, and its value letters, digits and . , : / = + @ % [ ] * & | ( ) - _",
-                "--set NAME=VALUE of such characters, as in --set partition=gpu --set time=24:00:00",
+                "a directive is a word, and its value letters, digits and . , : / = + @ % [ ] * & "
+                "| ( ) - _",
+                "--set NAME=VALUE of such characters, as in --set partition=gpu --set "
+                "time=24:00:00",
             )
     return _template("slurm.sh") % {
         "directives": "".join(
@@ -273,17 +283,20 @@ def slurm_script(job: Job) -> str:
 
 
 def _variables(job: Job) -> Pairs:
-    """Returns the environment variables of every process, the limit of starts without progress among them."""
+    """Returns the environment variables of every process, the limit of starts
+    without progress among them."""
     if not job.restarts:
         return job.environment
     return (*job.environment, (LIMIT, str(job.restarts)))
 
 
 def _cpus_and_memory(job: Job, fields: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns the directives that ask for CPUs and memory, without those that `fields` ask for in another way.
+    """Returns the directives that ask for CPUs and memory,
+    without those that `fields` ask for in another way.
 
-    Where nodes are shared, a task gets one CPU and the partition's default memory unless it asks for more. A job with
-    all GPUs of its nodes asks for the nodes; one with some of the GPUs asks for a share.
+    Where nodes are shared, a task gets one CPU and the partition's default memory unless it asks
+    for more. A job with all GPUs of its nodes asks for the nodes; one with some of the GPUs asks
+    for a share.
     """
     chips = job.accelerators
     if chips is None or chips.fills_hosts:
@@ -331,7 +344,8 @@ def _in_container(job: Job) -> list[str]:
 
 
 def _filled(template: Any, values: Mapping[str, Any]) -> Any:
-    """Returns YAML data with `values` for every word `$NAME`, without entries that are None or empty mappings."""
+    """Returns YAML data with `values` for every word `$NAME`,
+    without entries that are None or empty mappings."""
     if isinstance(template, dict):
         filled = {name: _filled(value, values) for name, value in template.items()}
         return {name: value for name, value in filled.items() if value not in (None, {})}
@@ -350,10 +364,12 @@ def _require_one_process(job: Job, truth: str) -> None:
 
 
 def jobset_manifest(job: Job) -> str:
-    """Returns the manifest for `kubectl apply`: one indexed Job for each TPU slice, or one for all hosts.
+    """Returns the manifest for `kubectl apply`: one indexed Job for each TPU slice,
+    or one for all hosts.
 
-    On TPUs, Google Kubernetes Engine gives each pod its index and the addresses of the others. Elsewhere the manifest
-    does, by the host name that a JobSet gives its first pod. Raises ConfigError without an image.
+    On TPUs, Google Kubernetes Engine gives each pod its index and the addresses of the others.
+    Elsewhere the manifest does, by the host name that a JobSet gives its first pod. Raises
+    ConfigError without an image.
     """
     if job.image is None:
         raise ConfigError(
@@ -471,7 +487,8 @@ def skypilot_task(job: Job) -> str:
 
 
 def requirement(installed: Distribution, extra: str) -> tuple[str, str | None]:
-    """Returns what pip installs on a host, and the folder here that REMOTE_SOURCE is a copy of, None for no copy.
+    """Returns what pip installs on a host,
+    and the folder here that REMOTE_SOURCE is a copy of, None for no copy.
 
     installed: the package that runs here, with its origin (PEP 610).  extra: "tpu", "cuda13" or "".
     Raises ConfigError where it was installed from a file that other hosts do not have.
@@ -482,7 +499,8 @@ def requirement(installed: Distribution, extra: str) -> tuple[str, str | None]:
         return f"{name}{extras}=={installed.version}", None
     if version_control := origin.get("vcs_info"):
         return (
-            f"{name}{extras} @ {version_control['vcs']}+{origin['url']}@{version_control['commit_id']}",
+            f"{name}{extras} @ "
+            f"{version_control['vcs']}+{origin['url']}@{version_control['commit_id']}",
             None,
         )
     if "dir_info" in origin:

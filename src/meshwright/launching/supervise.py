@@ -1,9 +1,11 @@
-"""`train --supervise`: a parent process that starts the training again when it has ended before its time.
+"""`train --supervise`: a parent process that starts the training again when it has ended
+before its time.
 
-Each host has a supervisor of its own, which starts its child again, with a limit and a back-off. The children meet in
-`jax.distributed`, and choose together the checkpoint that they go on from (`trainer.tiers`): supervisors read nothing
-of each other while a run goes well. Only with `--restarts.hosts left` do they meet themselves (`Meeting`), once for
-each restart, since a child needs the number of hosts that are left, and their mesh.
+Each host has a supervisor of its own, which starts its child again, with a limit and a back-off.
+The children meet in `jax.distributed`, and choose together the checkpoint that they go on from
+(`trainer.tiers`): supervisors read nothing of each other while a run goes well. Only with
+`--restarts.hosts left` do they meet themselves (`Meeting`), once for each restart, since a child
+needs the number of hosts that are left, and their mesh.
 """
 
 import contextlib
@@ -38,6 +40,7 @@ from meshwright.signs import BEATS, LOADING, PREPARING
 from meshwright.storage.removing import remove_file
 from meshwright.storage.writing import make_folder_below, open_file, refuse_links, write_atomically
 from meshwright.trainer.alarms import KILLED, AlarmOptions, Alarms, tell
+from meshwright.trainer.heartbeat import LockError
 from meshwright.trainer.preemption import PERIOD, announced, has_metadata_server
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.trust import accept, derive, foreign, references_in, trust_options
@@ -74,11 +77,13 @@ class Start:
 
 
 class Meeting:
-    """Hosts whose training has ended, and which of them start it again, in `.supervise` of the output folder.
+    """Hosts whose training has ended, and which of them start it again,
+    in `.supervise` of the output folder.
 
-    Each writes one small file, `meeting-N/HOST`, and then looks only for `start-N.json`. The first host lists the
-    folder until all have come, or those that are left after `Restarts.wait`, and writes that file, once. Where the
-    first host is gone, the next one does so `_TURN` seconds later, and so on.
+    Each writes one small file, `meeting-N/HOST`, and then looks only for `start-N.json`. The first
+    host lists the folder until all have come, or those that are left after `Restarts.wait`, and
+    writes that file, once. Where the first host is gone, the next one does so `_TURN` seconds
+    later, and so on.
     """
 
     def __init__(self, out: Path, hosts: Hosts, limits: Restarts):
@@ -130,7 +135,8 @@ class Meeting:
         return start
 
     def _choose(self, members: list[int], folder: Path, run: Run, devices: int | None) -> Start:
-        """Returns the start on `members`; on fewer hosts than before, on a mesh that the planner chooses."""
+        """Returns the start on `members`;
+        on fewer hosts than before, on a mesh that the planner chooses."""
         start = Start(tuple(members), self.hosts.coordinator)
         if len(members) == self.hosts.processes:
             return start
@@ -157,7 +163,8 @@ class Meeting:
 def _read(file: Path) -> Start | None:
     """Returns the start that a file states; None where there is none, or it is of another form.
 
-    Raises ConfigError where its options, which the child is given as if they were typed, name code of no user's.
+    Raises ConfigError where its options, which the child is given as
+    if they were typed, name code of no user's.
     """
     try:
         start = msgspec.convert(foreign(read_json(file), str(file)), Start)
@@ -170,7 +177,8 @@ def _read(file: Path) -> Start | None:
 
 
 def _put_once(file: Path, text: str) -> None:
-    """Writes a file, unless it is there, or its store takes none: who reads it waits, and who waits writes it again."""
+    """Writes a file, unless it is there, or its store takes none: who reads it waits,
+    and who waits writes it again."""
     with contextlib.suppress(OSError, StorageError), open_file(file, "x") as opened:
         opened.write(text)
 
@@ -181,8 +189,8 @@ class AlarmClaims:
         .supervise/alarm-failed-1    the time at which the first was sent
         .supervise/alarm-failed-2    of the next one, `--alarm.every` seconds later or more
 
-    Who makes the file sends. A number is never used again, so of several hosts that find the newest file old one makes
-    the next.
+    Who makes the file sends. A number is never used again, so of several hosts that find the newest
+    file old one makes the next.
     """
 
     def __init__(self, out: Path, every: float):
@@ -196,11 +204,12 @@ class AlarmClaims:
                 remove_file(file, below=self._out, missing_ok=True)
 
     def take(self, kind: str) -> bool:
-        """Returns whether this host sends an alarm of a kind; also where the folder takes no file."""
+        """Returns whether this host sends an alarm of a kind;
+        also where the folder takes no file."""
         try:
             make_folder_below(self._out, _SUPERVISE)
             number, sent = self._newest(kind)
-            if time.time() - sent < self._every:
+            if abs(time.time() - sent) < self._every:  # else its maker's clock was set back since
                 return False
             with open_file(self._file(kind, number + 1), "x") as file:
                 file.write(f"{time.time():.3f}")
@@ -211,7 +220,8 @@ class AlarmClaims:
         return True
 
     def _newest(self, kind: str) -> tuple[int, float]:
-        """Returns the number of the newest file of a kind and its time; (0, 0) where there is none."""
+        """Returns the number of the newest file of a kind and its time;
+        (0, 0) where there is none."""
         prefix = self._file(kind, 0).name.removesuffix("0")
         files = (self._out / _SUPERVISE).glob(f"{prefix}*")
         numbers = [int(n) for file in files if (n := file.name.removeprefix(prefix)).isdigit()]
@@ -241,7 +251,8 @@ def _own_address(coordinator: str | None) -> str:
 
 @dataclasses.dataclass
 class Supervisor:
-    """Process that runs `meshwright VERB ARGS` in a child process, again and again until it ends well.
+    """Process that runs `meshwright VERB ARGS` in a child process, again and again
+    until it ends well.
 
     run, out, hosts, devices: what the arguments say, for a start on fewer hosts.
     """
@@ -263,13 +274,15 @@ class Supervisor:
     reached: int = 0
     """Last step of which it did."""
     printed: str = ""
-    """Standard output of the last child with --json: one that is preempted prints a summary, the next another, and a
-    program reads one."""
+    """Standard output of the last child with --json: one that is preempted prints a summary, the
+    next another, and a program reads one."""
 
     def supervise(self) -> int:
-        """Starts the child until it ends well, or for good; returns its exit code, and passes signals on to it.
+        """Starts the child until it ends well, or for good;
+        returns its exit code, and passes signals on to it.
 
-        Raises NoProgressError after too many starts without progress, HostError where hosts stay away.
+        Raises NoProgressError after too many starts without progress, HostError
+        where hosts stay away.
         """
         refuse_links(self.out)
         claims = AlarmClaims(self.out, self.alarm.every)
@@ -309,7 +322,10 @@ class Supervisor:
                 tell(KILLED, text, step=self.reached, process=self.hosts.process)
             code = code if code >= 0 else 128 - code
             if self.received or not restarts(code):
-                if several and not self.received and (code or self.hosts.process == 0):
+                # Another run has the folder: what stands there is for its supervisors.
+                is_ours = code != LockError.exit_code
+                ends_all = code or self.hosts.process == 0
+                if several and is_ours and ends_all and not self.received:
                     _put_once(stopped, f"process {self.hosts.process} ended with exit code {code}")
                 return self._ended(code)
             preempted = code in _PREEMPTED and self._notice() is not None
@@ -319,8 +335,8 @@ class Supervisor:
                 raise NoProgressError(
                     f"{self.verb} --supervise, after exit code {code}",
                     reason,
-                    f"look at the errors above; then meshwright {self.verb} --out {self.out} --resume, or a higher "
-                    "--restarts.most",
+                    f"look at the errors above; then meshwright {self.verb} --out {self.out} "
+                    "--resume, or a higher --restarts.most",
                 )
             # A start that made progress clears what went before.
             failures = 1 if self.reached > self.first + 1 else failures + 1
@@ -341,18 +357,21 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _newest(self) -> int:
-        """Returns the step of the newest checkpoint: in the output folder, or the one from which the child went on."""
+        """Returns the step of the newest checkpoint: in the output folder,
+        or the one from which the child went on."""
         shared = 0
         with contextlib.suppress(OSError, MeshwrightError):
             shared = max(committed_steps(self.out / "checkpoints"), default=0)
         return max(shared, self.first - 1)
 
     def _notice(self) -> str | None:
-        """Returns what the machine's provider announces: that it is to be stopped; None where nothing."""
+        """Returns what the machine's provider announces: that it is to be stopped;
+        None where nothing."""
         return announced() if has_metadata_server() else None
 
     def _wait_for_machine(self) -> bool:
-        """Waits while this machine is announced to be stopped: a start would save at once, and train nothing.
+        """Waits while this machine is announced to be stopped: a start would save
+        at once, and train nothing.
 
         Returns whether a signal has come meanwhile.
         """
@@ -400,7 +419,8 @@ class Supervisor:
     def _watch(
         self, child: subprocess.Popen[bytes], signs: Any, attempt: int, *, several: bool
     ) -> None:
-        """Reads the child's signs until it ends; kills it where they stop, as those of a stopped process do."""
+        """Reads the child's signs until it ends;
+        kills it where they stop, as those of a stopped process do."""
         last = began = time.monotonic()
         leaving: float | None = None
         seconds, phase, place = 0.0, LOADING, "its start"
@@ -477,7 +497,8 @@ class Supervisor:
 
         def forward(number: int, frame: FrameType | None) -> None:
             self.received = number
-            # The terminal sends Ctrl-C to the child as well; `launch` and `kill -INT` send it to this process only.
+            # The terminal sends Ctrl-C to the child as well;
+            # `launch` and `kill -INT` send it to this process only.
             if self.child is not None and self.child.poll() is None:
                 if number != signal.SIGINT or not _in_the_foreground():
                     self.child.send_signal(number)
@@ -528,7 +549,8 @@ def _in_the_foreground() -> bool:
 
 
 def _without(args: Sequence[str], names: dict[str, int]) -> list[str]:
-    """Returns the arguments without some options, spelt with `-` or `_`. names: option -> number of its values."""
+    """Returns the arguments without some options, spelt with `-` or `_`.
+    names: option -> number of its values."""
     words, skip = [], 0
     for word in args:
         if skip:

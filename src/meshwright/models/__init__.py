@@ -1,1 +1,2 @@
-"""Models: families, their building blocks and kernels, the forward pass, the loss, rematerialisation, FLOPs."""
+"""Models: families, their building blocks and kernels, the forward pass, the loss,
+rematerialisation, FLOPs."""

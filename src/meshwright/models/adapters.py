@@ -1,17 +1,20 @@
-"""LoRA: low-rank adapters of frozen matrices, which may be quantised (arXiv:2106.09685, QLoRA: arXiv:2305.14314).
+"""LoRA: low-rank adapters of frozen matrices,
+which may be quantised (arXiv:2106.09685, QLoRA: arXiv:2305.14314).
 
-An adapter of a weight W `[in..., out...]` is two parameters, A `[in..., r]` and B `[r, out...]`, in the same stack
-(`blocks.adapters.query.a`). They have the letters of W's dimensions, so every layout places them as it places W. The
-product is computed at the projection, `x W + (alpha / r) (x A) B`, between the two collectives of tensor parallelism:
-it is summed with that of W, and nothing more is sent. Merging `W + (alpha / r) A B` in every layer instead would cost a
-matrix of W's size and 2 r n FLOPs for n elements, at each gather. Families do not know of adapters: a gathered weight
-that has one is a `SelfMultiplying` (blocks/layers.py).
+An adapter of a weight W `[in..., out...]` is two parameters, A `[in..., r]` and B `[r, out...]`, in
+the same stack (`blocks.adapters.query.a`). They have the letters of W's dimensions, so every layout
+places them as it places W. The product is computed at the projection, `x W + (alpha / r) (x A) B`,
+between the two collectives of tensor parallelism: it is summed with that of W, and nothing more is
+sent. Merging `W + (alpha / r) A B` in every layer instead would cost a matrix of W's size and 2 r n
+FLOPs for n elements, at each gather. Families do not know of adapters: a gathered weight that has
+one is a `SelfMultiplying` (blocks/layers.py).
 
-Frozen matrices may be kept as int8 with a scale per column, or as NF4 (QLoRA, appendix E): 16 values, quantiles of a
-normal distribution, of which two share a byte, and a float32 scale for each block of 64 elements along one dimension,
-its largest magnitude. Weights are gathered as they are kept and dequantised in the layer that uses them, one layer at a
-time. Blocks are along the model width where 64 divides it, a dimension that no axis splits in use: neither they nor the
-numbers depend on the mesh.
+Frozen matrices may be kept as int8 with a scale per column, or as NF4 (QLoRA, appendix E): 16
+values, quantiles of a normal distribution, of which two share a byte, and a float32 scale for each
+block of 64 elements along one dimension, its largest magnitude. Weights are gathered as they are
+kept and dequantised in the layer that uses them, one layer at a time. Blocks are along the model
+width where 64 divides it, a dimension that no axis splits in use: neither they nor the numbers
+depend on the mesh.
 """
 
 import dataclasses
@@ -63,7 +66,8 @@ Quantised = Literal["int8", "nf4"]
 
 
 def quantised_params(params: Tree, base: Quantised) -> Tree:
-    """Returns descriptions in which each matrix of a layer but its router is `values` or `codes`, and `scales`.
+    """Returns descriptions in which each matrix of a layer but its router is `values`
+    or `codes`, and `scales`.
 
     Raises ConfigError for a matrix of which no dimension is a multiple of a block.
     """
@@ -97,7 +101,8 @@ def quantised_params(params: Tree, base: Quantised) -> Tree:
 
 
 def block_dim(path: str, p: Param) -> int:
-    """Returns the dimension along which the blocks of a matrix lie. Raises ConfigError where 64 divides none."""
+    """Returns the dimension along which the blocks of a matrix lie.
+    Raises ConfigError where 64 divides none."""
     dims = [i for i, letter in enumerate(p.dims) if letter not in "LE" and p.shape[i] % BLOCK == 0]
     if not dims:
         sizes = ", ".join(
@@ -118,7 +123,8 @@ def _contracted(p: Param) -> tuple[int, ...]:
 
 
 def quantise(path: str, p: Param, w: jax.Array, base: Quantised) -> dict[str, jax.Array]:
-    """Returns a matrix [L, ...] as `quantised_params` describes it. p: its description before that."""
+    """Returns a matrix [L, ...] as `quantised_params` describes it.
+    p: its description before that."""
     w = w.astype(jnp.float32)
     if base == "int8":
         scales = jnp.maximum(jnp.abs(w).max(_contracted(p), keepdims=True), 1e-30) / 127.0
@@ -180,7 +186,8 @@ class AdaptedWeight(SelfMultiplying):
         return tuple(self.base.shape)
 
     def linear(self, x: jax.Array, contract: int) -> jax.Array:
-        """Returns x W + scale (x A) B, contracting the last `contract` dimensions of x; result in x's dtype."""
+        """Returns x W + scale (x A) B, contracting the last `contract` dimensions of x;
+        result in x's dtype."""
         low_BTU = linear(x, self.a, contract=contract)
         return linear(x, self.base, contract=contract) + self.scale * linear(low_BTU, self.b)
 
@@ -200,7 +207,8 @@ def with_adapters(weights: Tree, adapters: dict[str, tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class AdapterGather(GatherParams):
-    """Gathers sharded parameters into weights, dequantised after the gather, with their adapters."""
+    """Gathers sharded parameters into weights, dequantised after the gather,
+    with their adapters."""
 
     scale: float | None
     """Factor of A B; None leaves the adapters out, which is the reference of preferences."""
@@ -228,8 +236,8 @@ def adapter_gather(gather: GatherParams, scale: float) -> AdapterGather:
 def adapted_params(params: Tree, tuning: FineTune, compute_dtype: Stored) -> Tree:
     """Returns the descriptions of a frozen model with adapters. params: descriptions of the model.
 
-    A begins with the variance that PEFT's has, 1 / (3 inputs); B with zeros. Raises ConfigError for a target that no
-    matrix has, and for a matrix that the type of the base cannot hold.
+    A begins with the variance that PEFT's has, 1 / (3 inputs); B with zeros. Raises ConfigError for
+    a target that no matrix has, and for a matrix that the type of the base cannot hold.
     """
     frozen, rank = (
         frozen_params(params, "float32" if tuning.base == "float32" else compute_dtype),
@@ -256,7 +264,8 @@ def adapted_params(params: Tree, tuning: FineTune, compute_dtype: Stored) -> Tre
 
 
 def targets_of(params: Tree, tuning: FineTune) -> dict[str, list[str]]:
-    """Returns the matrices that get an adapter, by stack. Raises ConfigError for a pattern that matches none."""
+    """Returns the matrices that get an adapter, by stack.
+    Raises ConfigError for a pattern that matches none."""
     matrices = [
         (stack, name, p)
         for stack, tree in params.items()
@@ -294,7 +303,8 @@ def targets_of(params: Tree, tuning: FineTune) -> dict[str, list[str]]:
 
 
 def merged(params: Tree, scale: float, like: Tree) -> Tree:
-    """Returns the model with its adapters merged, W + scale A B, without them. params: arrays, in any rows.
+    """Returns the model with its adapters merged, W + scale A B, without them.
+    params: arrays, in any rows.
 
     The sum is in float32; quantised weights are dequantised. Every weight has its type in `like`.
     """

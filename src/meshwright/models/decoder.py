@@ -1,8 +1,10 @@
-"""A decoder of layer kinds: embedding, a pattern of layers (attention, then feed-forward or experts), unembedding.
+"""A decoder of layer kinds: embedding, a pattern of layers (attention, then feed-forward
+or experts), unembedding.
 
-A kind (blocks/attention.py, latent.py, delta_net.py, feed_forward.py, experts.py) is a frozen value that describes its
-parameters, states its facts, and computes its half of a layer. A family is a table of fields and the `Decoder` that
-they make (families/). One layer, with norms before its halves:
+A kind (blocks/attention.py, latent.py, delta_net.py, feed_forward.py, experts.py) is a frozen value
+that describes its parameters, states its facts, and computes its half of a layer. A family is a
+table of fields and the `Decoder` that they make (families/). One layer, with norms before its
+halves:
 
     x += attention(norm(x));  x += feed_forward(norm(x))
 
@@ -16,7 +18,7 @@ and one with a single half (Nemotron-H): either of the first two sums.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -57,7 +59,8 @@ def _unchanged(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
 
 
 def _both_halves(attention: Aux, feed_forward: Aux) -> Aux:
-    """Returns the aux of a layer: the losses of its halves added, everything else under its own name."""
+    """Returns the aux of a layer: the losses of its halves added, everything else under its
+    own name."""
     if "aux_loss" not in attention or "aux_loss" not in feed_forward:
         return {**attention, **feed_forward}
     loss = attention["aux_loss"] + feed_forward["aux_loss"]
@@ -77,12 +80,13 @@ class Block:
     norm: Norm
     """Norm of the halves."""
     norm_place: Literal["before", "after", "both", "shared"] = "before"
-    """Whether the halves normalise what they read, what they add (OLMo 2), or both (Gemma); `shared`: they are parallel and
-    read one norm of the layer's input (Cohere)."""
+    """Whether the halves normalise what they read, what they add (OLMo 2), or both (Gemma);
+    `shared`: they are parallel and read one norm of the layer's input (Cohere)."""
     branch_factor: float | None = None
     """Factor on what each half adds (Granite)."""
     output_scale: bool = False
-    """Whether a number of each layer multiplies its output; no training changes it (Gemma 4: `layer_scalar`)."""
+    """Whether a number of each layer multiplies its output;
+    no training changes it (Gemma 4: `layer_scalar`)."""
 
     def __post_init__(self) -> None:
         if self.attention is None or self.feed_forward is None:
@@ -90,27 +94,24 @@ class Block:
             return
         if self.norm_place != "shared":
             return
+        of_layers = f'of layers in {self.stack!r} with norm_place="shared"'
+        truth = "parallel halves do not compute it"
+        fix = 'norm_place="before"'
+        reads_residual = self.feed_forward.reads_residual
         refuse(
-            *(
-                (
-                    has_it,
-                    f'{what} of layers in {self.stack!r} with norm_place="shared"',
-                    "parallel halves do not compute it",
-                    'norm_place="before"',
-                )
-                for what, has_it in (
-                    ("an output scale", self.output_scale),
-                    ("the loss of attention", self.attention.has_loss),
-                    (
-                        "a feed-forward that reads the residual stream",
-                        self.feed_forward.reads_residual,
-                    ),
-                )
-            )
+            (self.output_scale, f"an output scale {of_layers}", truth, fix),
+            (self.attention.has_loss, f"the loss of attention {of_layers}", truth, fix),
+            (
+                reads_residual,
+                f"a feed-forward that reads the residual stream {of_layers}",
+                truth,
+                fix,
+            ),
         )
 
     def _check_single_half(self) -> None:
-        """Raises ConfigError for a layer without halves, or with one where its norm is that of two."""
+        """Raises ConfigError for a layer without halves,
+        or with one where its norm is that of two."""
         asked = f"layers in {self.stack!r}"
         refuse(
             (
@@ -179,20 +180,22 @@ class Block:
             x_BTD, w = opening(x_BTD, ctx.gather_params(params, self.stack))
             if not pieces:
                 return runs[0](x_BTD, w, index)
-            # No piece needs another, so the compiler's scheduler sends the rows of one while another computes.
-            results = [
-                run(piece_BTD, w, index)
-                for run, piece_BTD in zip(runs, jnp.split(x_BTD, len(pieces)), strict=True)
-            ]
-            outputs = [out_BTD for out_BTD, _ in results]
-            aux = [piece_aux for _, piece_aux in results]
+            # No piece needs another, so the compiler's scheduler sends the rows
+            # of one while another computes.
+            outputs = []
+            aux = []
+            for run, piece_BTD in zip(runs, jnp.split(x_BTD, len(pieces)), strict=True):
+                out_BTD, piece_aux = run(piece_BTD, w, index)
+                outputs.append(out_BTD)
+                aux.append(piece_aux)
             return jnp.concatenate(outputs), functools.reduce(add_aux, aux)
 
         return layer
 
     def _halves(self, ctx: ForwardContext) -> Layer:
         """Returns the halves of a layer, one after another, as a function of gathered weights."""
-        # Built outside of the loop over layers: what a half computes of the tokens is computed once.
+        # Built outside of the loop over layers: what a half computes
+        # of the tokens is computed once.
         for half in self.halves.values():
             ctx.half(half)
 
@@ -241,7 +244,8 @@ class Block:
         return self._scaled(y_BTD), aux
 
     def _parallel_halves(self, ctx: ForwardContext) -> Layer:
-        """Returns the two halves of a layer as `_halves` does, both of the norm of the layer's input."""
+        """Returns the two halves of a layer as `_halves` does, both of the norm
+        of the layer's input."""
         attention, feed_forward = self.attention, self.feed_forward
         assert attention is not None and feed_forward is not None
         ctx.half(attention)
@@ -285,9 +289,11 @@ class Block:
 
 @jax.custom_vjp
 def _weight_gradients_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
-    """Returns its arguments; the backward pass leaves a layer when it has the gradients of the layer's weights.
+    """Returns its arguments; the backward pass leaves a layer when it has the gradients
+    of the layer's weights.
 
-    XLA:GPU would compute those of all layers of a loop's body at its end, and keep what they multiply (docs/log.md).
+    XLA:GPU would compute those of all layers of a loop's body at its end,
+    and keep what they multiply (docs/log.md).
     """
     return x_BTD, weights
 
@@ -305,10 +311,11 @@ _weight_gradients_first.defvjp(lambda x_BTD, weights: ((x_BTD, weights), None), 
 
 
 def _adapter_gradients_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
-    """Returns its arguments as `_weight_gradients_first` does, for weights of which only the adapters are trained.
+    """Returns its arguments as `_weight_gradients_first` does,
+    for weights of which only the adapters are trained.
 
-    Passed through that function, frozen weights would have gradients: a product each, as large as the one that the
-    backward pass needs, behind a barrier that keeps it.
+    Passed through that function, frozen weights would have gradients: a product each, as large as
+    the one that the backward pass needs, behind a barrier that keeps it.
     """
     adapters = adapters_of(weights)
     x_BTD, adapters = _weight_gradients_first(x_BTD, adapters)
@@ -325,10 +332,11 @@ class Decoder:
     norm: Norm
     """Norm after the last layer."""
     period: int = 1
-    """Layers after which the kinds repeat; 1 for stacks that follow each other, all layers for kinds in any order."""
+    """Layers after which the kinds repeat;
+    1 for stacks that follow each other, all layers for kinds in any order."""
     runs: tuple[LayerRun, ...] = ()
-    """Runs of kinds in any order; each stack then has layers of one kind. () is one run of all layers, or one for each
-    stack."""
+    """Runs of kinds in any order; each stack then has layers of one kind. () is one run of all
+    layers, or one for each stack."""
     tied: bool = False
     """Whether the embedding table is the unembedding too."""
     positions: int | None = None
@@ -365,7 +373,8 @@ class Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderModel(Model):
-    """Model whose forward pass is that of a `Decoder` made of its fields: the base of the families of this package."""
+    """Model whose forward pass is that of a `Decoder` made of its fields: the base
+    of the families of this package."""
 
     width: PositiveInt = 128
     """Model width D."""
@@ -392,7 +401,8 @@ class DecoderModel(Model):
         )
 
     def in_order(self, layers: Sequence[Block]) -> Decoder:
-        """Returns a decoder of layers that need not repeat; of those that do, one with their period.
+        """Returns a decoder of layers that need not repeat;
+        of those that do, one with their period.
 
         Layers of one stack are equal.
         """
@@ -404,7 +414,8 @@ class DecoderModel(Model):
 
     @property
     def out_std(self) -> float:
-        """Initial standard deviation of projections into the residual stream (GPT-2: 0.02 / sqrt(2 L))."""
+        """Initial standard deviation of projections into the residual stream (GPT-2: 0.02 /
+        sqrt(2 L))."""
         return float(0.02 / (2 * self.layers) ** 0.5)
 
     def params(self) -> Tree:
@@ -444,7 +455,8 @@ class DecoderModel(Model):
             return ctx.dropout(x_BTD, 0)
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
-        """Returns the layer function of each stack, or those of the stack's layers in a period, in order."""
+        """Returns the layer function of each stack,
+        or those of the stack's layers in a period, in order."""
         stacks = self.decoder.stacks
         if self.decoder.period == 1:
             return {stack: blocks[0].layer(ctx) for stack, blocks in stacks.items()}
@@ -461,11 +473,13 @@ class DecoderModel(Model):
     def unembed(
         self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
+        """Returns the normalised hidden states [B, T, D]
+        and the unembedding [V/stage+tensor, D]."""
         d = self.decoder
         final: Any = gather_params(params["final_norm"], "final_norm")
         table = params["embed"] if d.tied else params["unembed"]
-        # Two gradients of a tied table are added before they are scattered, and a frozen table has none.
+        # Two gradients of a tied table are added before they are scattered,
+        # and a frozen table has none.
         if not d.tied and not isinstance(gather_params, AdapterGather):
             x_BTD, table = _weight_gradients_first(x_BTD, table)
         table_VD = gather_params(table, d.table)
@@ -481,16 +495,32 @@ class DecoderModel(Model):
             return sequence_all_gather(x_BTD, 1), table_VD
 
     def shrunk(self, shape: MeshShape, layers: int) -> Model:
-        """Returns the least sizes that `shape` divides as it divides these, with periods of two layers at most."""
+        """Returns the least sizes that `shape` divides as it divides these,
+        with periods of two layers at most."""
         fields = {field.name for field in dataclasses.fields(self)}
         sizes = self.small_sizes(shape, layers)
         small: DecoderModel = dataclasses.replace(
             self, **{name: sizes[name] for name in fields & sizes.keys()}
         )
+        if small.decoder.runs:
+            return small.with_a_loop(self.decoder.stacks)
         return dataclasses.replace(small, layers=small.layers * small.decoder.period)
 
+    def with_a_loop(self, stacks: Iterable[str]) -> "DecoderModel":
+        """Returns this model with the fewest layers that have all `stacks` and a loop.
+
+        It has 8 times its layers at most, and its own where those have none.
+        """
+        for layers in range(self.layers, 8 * self.layers + 1):
+            model = dataclasses.replace(self, layers=layers)
+            loops = any(run.layers > run.period for run in model.decoder.runs)
+            if loops and set(stacks) <= model.decoder.stacks.keys():
+                return model
+        return self
+
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
-        """Returns values of fields for `shrunk`, which skips the fields that the family does not have.
+        """Returns values of fields for `shrunk`,
+        which skips the fields that the family does not have.
 
         layers: periods of layers.
         """

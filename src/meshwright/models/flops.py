@@ -1,9 +1,10 @@
 """Model FLOPs and model-FLOP utilisation (MFU), defined once.
 
-A matmul of a weight with n elements costs 2 n FLOPs per token (scaling-book, transformers.md); attention costs 4 H N
-FLOPs for each position a token attends to. A training step costs three forward passes (one forward, two backward;
-Kaplan et al. 2020, arXiv:2001.08361, section 2.1), recomputation not counted. Model-FLOP utilisation is that over the
-bfloat16 peak of the chips (PaLM, arXiv:2204.02311, appendix B).
+A matmul of a weight with n elements costs 2 n FLOPs per token (scaling-book, transformers.md);
+attention costs 4 H N FLOPs for each position a token attends to. A training step costs three
+forward passes (one forward, two backward; Kaplan et al. 2020, arXiv:2001.08361, section 2.1),
+recomputation not counted. Model-FLOP utilisation is that over the bfloat16 peak of the chips (PaLM,
+arXiv:2204.02311, appendix B).
 """
 
 import collections
@@ -16,17 +17,23 @@ from meshwright.models.model import LayerSpec, Model, ModelSpec, Recurrence, voc
 from meshwright.sharding.params import Tree, is_param
 
 FORMULAS: dict[str, str] = {
-    "attention projections": "2 D H (2 N + 2 K) per token and layer (scaling-book, transformers.md)",
-    "attention": "4 s N H per token and layer, s positions attended to on average: (T + 1) / 2, fewer in a window",
+    "attention projections": "2 D H (2 N + 2 K) per token and layer "
+    "(scaling-book, transformers.md)",
+    "attention": "4 s N H per token and layer, s positions attended to on average: (T + 1) / 2, "
+    "fewer in a window",
     "indexer projections": "2 n per token and layer, of its n weights (DeepSeek-V3.2)",
-    "indexer": "2 s N (H + 1) per token and layer: its N heads compare s positions, (T + 1) / 2 on average",
-    "feed-forward": "2 D F per matrix, token and layer: three in SwiGLU, two in an MLP (scaling-book, transformers.md)",
+    "indexer": "2 s N (H + 1) per token and layer: its N heads compare s positions, "
+    "(T + 1) / 2 on average",
+    "feed-forward": "2 D F per matrix, token and layer: three in SwiGLU, two in an MLP "
+    "(scaling-book, transformers.md)",
     "router": "2 D E per token and layer with experts",
-    "experts": "2 D F per matrix, token and each of its k experts, three in SwiGLU (Mixtral, arXiv:2401.04088)",
+    "experts": "2 D F per matrix, token and each of its k experts, three in SwiGLU "
+    "(Mixtral, arXiv:2401.04088)",
     "projections": "2 n per token for a weight of n elements",
     "unembedding": "2 D V per token (scaling-book, transformers.md)",
 }
-"""Item of `forward_flops` -> its formula and source; letters as in words.py. Recurrences bring their own."""
+"""Item of `forward_flops` -> its formula and source; letters as in words.py.
+Recurrences bring their own."""
 ITEMS = {
     "qkv": "attention projections",
     "attention_out": "attention projections",
@@ -41,7 +48,8 @@ INDEXER_ITEMS = frozenset({"indexer projections", "indexer"})
 
 
 def formulas(spec: ModelSpec) -> dict[str, str]:
-    """Returns the items of a model's FLOPs in their order, each with its formula; recurrences follow attention."""
+    """Returns the items of a model's FLOPs in their order, each with its formula;
+    recurrences follow attention."""
     items = dict[str, str]()
     for item, formula in FORMULAS.items():
         items[item] = formula
@@ -57,12 +65,14 @@ def formula_of(item: str) -> str:
 
 
 def passes_of_step(model: Model, item: str, method: str = "full") -> float:
-    """Returns the FLOPs of an item of `forward_flops` in a training step over those of its forward pass.
+    """Returns the FLOPs of an item of `forward_flops` in a training step over those
+    of its forward pass.
 
         3   a gradient of both factors of a product
-        2   a gradient of one: of frozen weights (`lora`) the input's, of an indexer's weights their own, as its input is
-            detached
-        1   none: a frozen indexer, whose choice of keys has no derivative; in its warm-up everything else
+        2   a gradient of one: of frozen weights (`lora`) the input's, of an indexer's weights
+            their own, as its input is detached
+        1   none: a frozen indexer, whose choice of keys has no derivative; in its warm-up
+            everything else
 
     method: of fine-tuning.
     """
@@ -81,14 +91,16 @@ def passes_of_step(model: Model, item: str, method: str = "full") -> float:
 def training_flops_per_token(model: Model, seq: int, method: str = "full") -> float:
     """Returns the FLOPs of one training step per token, forward and backward.
 
-    method: of fine-tuning. Adapters of rank r add 3 r / width to the FLOPs of a matmul, which is not counted.
+    method: of fine-tuning. Adapters of rank r add 3 r / width to the FLOPs of a matmul,
+    which is not counted.
     """
     items = forward_flops(model, seq)
     return sum(passes_of_step(model, item, method) * flops for item, flops in items.items())
 
 
 def forward_flops(model: Model, seq: int) -> dict[str, float]:
-    """Returns the FLOPs of the forward pass of one token by item, averaged over a sequence of `seq` tokens.
+    """Returns the FLOPs of the forward pass of one token by item, averaged over a sequence
+    of `seq` tokens.
 
     A model that does not read text has them for one example.
     """

@@ -1,7 +1,8 @@
-"""Forward pass of a run's model on one device: its part of the batch, its gathered weights, the scan over its layers.
+"""Forward pass of a run's model on one device: its part
+of the batch, its gathered weights, the scan over its layers.
 
-The parts are those that a pipeline holds apart: the embedding, the layers of a virtual stage, the loss. Without a
-pipeline they follow each other in `loss_fn`.
+The parts are those that a pipeline holds apart: the embedding, the layers of a virtual stage, the
+loss. Without a pipeline they follow each other in `loss_fn`.
 """
 
 import dataclasses
@@ -47,8 +48,8 @@ from meshwright.sharding.stages import NO_LAYER, StageAssignment
 class LocalModel:
     """The model on one device, inside the step's `shard_map`.
 
-    `params` is always the tree of all sharded parameters. `batch` holds complete sequences; each device takes its own
-    positions of them.
+    `params` is always the tree of all sharded parameters. `batch` holds complete sequences; each
+    device takes its own positions of them.
     """
 
     model: Model
@@ -68,11 +69,9 @@ class LocalModel:
         if count == 1:
             return self._context(batch, dropout)
         pieces = [jax.tree.map(lambda x, i=i: jnp.split(x, count)[i], batch) for i in range(count)]
-        parts = tuple(
-            self._context(piece, part)
-            for piece, part in zip(pieces, dropout.split(count), strict=True)
-        )
-        return dataclasses.replace(self._context(batch, dropout), batch_pieces=parts)
+        dropouts = dropout.split(count)
+        contexts = tuple(map(self._context, pieces, dropouts))
+        return dataclasses.replace(self._context(batch, dropout), batch_pieces=contexts)
 
     def _context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns the inputs of all sequences of `batch` together."""
@@ -99,12 +98,14 @@ class LocalModel:
         return None if tap is None else tap.of_tokens(dropout)
 
     def _attend(self, segments_BT: jax.Array, observed: list[jax.Array]) -> Attend:
-        """Returns attention to earlier positions of the same document. segments_BT: of complete sequences."""
+        """Returns attention to earlier positions of the same document.
+        segments_BT: of complete sequences."""
         attend = build_attend(
             self.execution.sequence, segments_BT, self.execution.kernels, observed
         )
         kv_heads = self.model.spec().kv_heads
-        # With fewer key/value heads than devices of `tensor`, each device has a copy of the one that it needs.
+        # With fewer key/value heads than devices of `tensor`, each device has a copy
+        # of the one that it needs.
         if kv_heads and kv_heads < jax.lax.axis_size("tensor"):
             return with_own_kv_head(attend)
         return attend
@@ -123,7 +124,8 @@ class LocalModel:
         ctx: ForwardContext,
         virtual_stage: Any = 0,
     ) -> tuple[jax.Array, dict[str, Aux]]:
-        """Runs the layers of one virtual stage; returns the hidden states and each stack's aux, [rows, ...].
+        """Runs the layers of one virtual stage;
+        returns the hidden states and each stack's aux, [rows, ...].
 
         params: of that virtual stage, by stack, or what reads their rows.
         """
@@ -168,13 +170,15 @@ class LocalModel:
         return x_BTD, join(outputs)
 
     def _local_rows(self, layers: np.ndarray, virtual_stage: Any) -> Any:
-        """Returns the layer in each row of this device's stage. layers: [stages, virtual stages, rows]."""
+        """Returns the layer in each row of this device's stage. layers:
+        [stages, virtual stages, rows]."""
         if self.stages.stages * self.stages.virtual_stages == 1:
             return layers[0, 0]
         return jnp.asarray(layers)[axis_index(("stage",)), virtual_stage]
 
     def _remat_parts(self, section: Section) -> list[tuple[slice, str]]:
-        """Returns the parts of a section that have layers, each with its remat policy: the first layers save more."""
+        """Returns the parts of a section that have layers, each
+        with its remat policy: the first layers save more."""
         saved = min(max(self.training.saved_layers - section.first, 0), section.layers)
         parts: list[tuple[slice, str]] = []
         if saved > 0:
@@ -184,7 +188,8 @@ class LocalModel:
         return parts
 
     def recorded(self, dropout: Dropout) -> "LocalModel":
-        """Returns the model whose loss records its tensors as those of a microbatch, where tensors are recorded."""
+        """Returns the model whose loss records its tensors as those of a microbatch,
+        where tensors are recorded."""
         if self.execution.tap is None:
             return self
         execution = dataclasses.replace(self.execution, tap=self._tap(dropout))
@@ -219,14 +224,16 @@ class LocalModel:
         return loss, metrics
 
     def unembed(self, params: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the final hidden states [B, T/context, D] on every stage, and the unembedding [V/stage+tensor, D]."""
+        """Returns the final hidden states [B, T/context, D] on every stage,
+        and the unembedding [V/stage+tensor, D]."""
         x_BTD = broadcast(x_BTD, ("stage",), self.stages.last_stage)
         return self.model.unembed(params, x_BTD, self.execution.gather_params)
 
     def score_targets(
         self, params: Tree, x_BTD: jax.Array, batch: Batch
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns negative log-likelihood and log-sum-exp, both [B T/context]. batch: this device's positions."""
+        """Returns negative log-likelihood and log-sum-exp, both [B T/context].
+        batch: this device's positions."""
         x_BTD, table_VD = self.unembed(params, x_BTD)
         tap = self.execution.tap
         if tap is not None:
@@ -248,17 +255,17 @@ class LocalModel:
         return nll_T, lse_T
 
     def weight(self, batch: Batch) -> jax.Array:
-        """Returns the weight of this device's sequences in the mean loss: their tokens, or their preferences."""
-        return (
-            batch.weights
-            if self.execution.preferences is None
-            else self.execution.preferences.pairs(batch)
-        ).sum()
+        """Returns the weight of this device's sequences in the mean loss: their tokens,
+        or their preferences."""
+        if self.execution.preferences is not None:
+            return self.execution.preferences.pairs(batch).sum()
+        return batch.weights.sum()
 
     def hidden(
         self, params: Tree, batch: Batch, dropout: Dropout
     ) -> tuple[jax.Array, dict[str, Aux]]:
-        """Returns the hidden states after the last layer and each stack's aux, for a model on one pipeline stage."""
+        """Returns the hidden states after the last layer and each stack's aux,
+        for a model on one pipeline stage."""
         ctx = self.context(batch, dropout)
         stacks = {stack: params[stack] for stack in self.stacks}
         return self.layers(stacks, self.embed(params, ctx), ctx)
@@ -266,7 +273,8 @@ class LocalModel:
     def loss_fn(
         self, params: Tree, batch: Batch, dropout: Dropout, total: jax.Array
     ) -> tuple[jax.Array, tuple[Metrics, dict[str, Aux]]]:
-        """Returns `(loss, (metrics, aux))` of this device's shard, for a model on one pipeline stage."""
+        """Returns `(loss, (metrics, aux))` of this device's shard,
+        for a model on one pipeline stage."""
         x_BTD, aux = self.hidden(params, batch, dropout)
         if self.execution.preferences is not None:
             loss, metrics = self.execution.preferences.loss(self, params, x_BTD, batch, total)
@@ -282,6 +290,8 @@ class LocalModel:
         return loss + self.aux_loss(aux), (metrics, aux)
 
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:
-        """Returns the auxiliary losses of all layers, averaged over the sequences of the global batch."""
-        total = sum((a["aux_loss"].sum() for a in aux.values() if "aux_loss" in a), start=0.0)
+        """Returns the auxiliary losses of all layers, averaged over the sequences
+        of the global batch."""
+        losses = [stack_aux["aux_loss"] for stack_aux in aux.values() if "aux_loss" in stack_aux]
+        total = sum((loss.sum() for loss in losses), start=0.0)
         return (1.0 / self.training.batch) * total

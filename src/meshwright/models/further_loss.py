@@ -1,4 +1,5 @@
-"""Loss of the token after the next: multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+"""Loss of the token after the next: multi-token prediction (DeepSeek-V3, arXiv:2412.19437,
+section 2.2)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,9 @@ def further_loss(
 ) -> tuple[jax.Array, Metrics, dict[str, Aux]]:
     """Returns the weighted loss of the token after the next, its metrics and aux.
 
-    The further layer reads the last hidden state of a position and the embedding of the token that follows it, and
-    shares embedding and unembedding with the model. Decoding omits it.  total: weights of the next tokens, so that a
-    token has one weight in both losses.
+    The further layer reads the last hidden state of a position and the embedding of the token that
+    follows it, and shares embedding and unembedding with the model. Decoding omits it.
+    total: weights of the next tokens, so that a token has one weight in both losses.
     """
     shifted = shift(batch)
     family: Any = model.model
@@ -49,7 +50,8 @@ def further_loss(
 
 
 def shift(batch: Batch) -> Batch:
-    """Returns sequences moved by one token: the input is the next token, the target the one after it.
+    """Returns sequences moved by one token: the input is the next token, the target the one
+    after it.
 
     A target has the weight that it has for the position before it; 0 in another document.
     """

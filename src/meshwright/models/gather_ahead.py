@@ -1,10 +1,11 @@
 """Scan over layers in which weights and gradients travel during the computation of another layer.
 
-Most gathers of a layer overlap with the matmuls before them. Those of the weights that a pass needs first have nothing
-before them, and the gradients that a layer's backward pass computes last have nothing after them. Here the carry of
-each pass holds the first weights of its next layer, gathered, and that of the backward pass the last gradients of the
-layer above, not yet reduced: both travel during a layer's computation. Other gradients are reduced in their own layer,
-during the rest of its backward pass: carried they would be copied.
+Most gathers of a layer overlap with the matmuls before them. Those of the weights that a pass needs
+first have nothing before them, and the gradients that a layer's backward pass computes last have
+nothing after them. Here the carry of each pass holds the first weights of its next layer, gathered,
+and that of the backward pass the last gradients of the layer above, not yet reduced: both travel
+during a layer's computation. Other gradients are reduced in their own layer, during the rest of its
+backward pass: carried they would be copied.
 
     forward    links    | gather layer 1 | gather layer 2 | ...
                compute  | layer 0        | layer 1        | ...
@@ -12,8 +13,9 @@ during the rest of its backward pass: carried they would be copied.
     backward   links    | gather layer 1 | gather layer 0, reduce layer 2 | reduce layer 1 |
                compute  | layer 2        | layer 1                        | layer 0        |
 
-Plain autodiff would save the gathered weights of every layer. This scan has a derivative of its own, which gathers them
-again and saves what the remat policy names. Its price is memory for weights and gradients of another layer.
+Plain autodiff would save the gathered weights of every layer. This scan has a derivative of its
+own, which gathers them again and saves what the remat policy names. Its price is memory for weights
+and gradients of another layer.
 """
 
 import dataclasses
@@ -54,8 +56,8 @@ class GatheredAhead:
 class Residuals:
     """Arrays that the backward pass of a layer reads, without the gathered weights among them.
 
-    A layer's vector-Jacobian product is a tree of arrays. Some of them *are* gathered weights; these are gathered again
-    and put back, so that only the others are saved.
+    A layer's vector-Jacobian product is a tree of arrays. Some of them *are* gathered weights;
+    these are gathered again and put back, so that only the others are saved.
     """
 
     activations: list[jax.Array]
@@ -67,7 +69,8 @@ class Residuals:
 
     @classmethod
     def of(cls, vjp: Any, weights: Tree) -> "Residuals":
-        """Takes a layer's vector-Jacobian product apart. weights: the tree that the layer was called with."""
+        """Takes a layer's vector-Jacobian product apart.
+        weights: the tree that the layer was called with."""
         leaves, treedef = jax.tree.flatten(vjp)
         positions = {id(weight): i for i, weight in enumerate(jax.tree.leaves(weights))}
         weight_of = tuple(positions.get(id(leaf)) for leaf in leaves)
@@ -94,7 +97,8 @@ def run_layers_ahead(
     index: Tree,
     remat: str,
 ) -> tuple[jax.Array, dict[str, Aux]]:
-    """Runs a stack whose first weights are gathered one layer ahead; returns x and the aux of the stack.
+    """Runs a stack whose first weights are gathered one layer ahead;
+    returns x and the aux of the stack.
 
     params, index: the rows of the stack that are run.
     """
@@ -129,9 +133,11 @@ def scan_layers_ahead(
 ) -> tuple[jax.Array, Any]:
     """Scans `layer` over stacked layers; returns x and the stacked aux, [L, ...].
 
-    layer: `(x, weights, layer index) -> (x, aux)`.  gather: `parameters of one layer -> weights`, of any of them.
-    params: sharded, by name, with a leading dimension L.  index_L: index of each layer in the model, int32.  remat: a
-    policy that recomputes (models/remat.py).
+    layer: `(x, weights, layer index) -> (x, aux)`.
+    gather: `parameters of one layer -> weights`, of any of them.
+    params: sharded, by name, with a leading dimension L.
+    index_L: index of each layer in the model, int32.
+    remat: a policy that recomputes (models/remat.py).
     """
     scan = _AheadScan(checkpoint_layer(layer, remat), gather, ahead, jnp.asarray(index_L))
     run = jax.custom_vjp(scan.run)
@@ -141,7 +147,8 @@ def scan_layers_ahead(
 
 @dataclasses.dataclass(frozen=True)
 class _AheadScan:
-    """The three functions of `scan_layers_ahead`: the scan, its forward pass and its backward pass."""
+    """The three functions of `scan_layers_ahead`: the scan, its forward pass
+    and its backward pass."""
 
     layer: Callable[..., tuple[jax.Array, Any]]
     gather: Callable[[Tree], Tree]
@@ -158,7 +165,8 @@ class _AheadScan:
         return self._scan(self.layer, x, params)
 
     def forward(self, x: jax.Array, params: Tree) -> tuple[Any, Any]:
-        """Returns what `run` does, and what the backward pass needs: parameters and each layer's `Residuals`."""
+        """Returns what `run` does, and what the backward pass needs: parameters
+        and each layer's `Residuals`."""
 
         def layer_with_residuals(x: jax.Array, weights: Tree, index: jax.Array) -> Any:
             (x, aux), vjp = jax.vjp(lambda x, weights: self.layer(x, weights, index), x, weights)
@@ -168,7 +176,8 @@ class _AheadScan:
         return (x, aux), (params, residuals)
 
     def _scan(self, layer: Callable[..., Any], x: jax.Array, params: Tree) -> tuple[Any, Any]:
-        """Returns x after all layers, and what `layer(x, weights, index) -> (x, outputs)` returns of each."""
+        """Returns x after all layers, and what `layer(x, weights, index) -> (x, outputs)`
+        returns of each."""
         first, rest = _split(params, self.ahead.forward)
 
         def step(carry: Any, inputs: Any) -> Any:
@@ -185,8 +194,9 @@ class _AheadScan:
     def backward(self, saved: Any, cotangents: Any) -> tuple[jax.Array, Tree]:
         """Returns the gradients of x and of the parameters.
 
-        The gradients of the parameters in `ahead.forward` are the late ones: a layer's are complete at the end of its
-        iteration, and are reduced during the next, which is that of the layer below.
+        The gradients of the parameters in `ahead.forward` are the late ones: a layer's are complete
+        at the end of its iteration, and are reduced during the next, which is that of the layer
+        below.
         """
         params, residuals = saved
         g_x, g_aux = cotangents
@@ -200,7 +210,8 @@ class _AheadScan:
         nothing_above = late_gradients.zeros()
         start = _BackwardCarry(g_x, self.gather(last), nothing_above)
         end, (g_late, g_early) = lax.scan(layers.step, start, inputs, reverse=True)
-        # Row l of the scan has reduced the late gradients of row l + 1; those of row 0 are still to be reduced.
+        # Row l of the scan has reduced the late gradients of row l + 1;
+        # those of row 0 are still to be reduced.
         lowest = late_gradients.reduce(end.g_above)
         g_late = jax.tree.map(_shift_rows, lowest, g_late)
         return end.g_x, {**g_late, **g_early}
@@ -230,12 +241,14 @@ class _LayerInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _LateGradients:
-    """Gradients that the backward pass of a layer computes last, which are reduced during that of the layer below."""
+    """Gradients that the backward pass of a layer computes last,
+    which are reduced during that of the layer below."""
 
     weights: Tree
     """Gathered weights of some layer, for their shapes."""
     scatter: Callable[[Tree], tuple[Tree]]
-    """Transpose of the gather of that layer. A gather is linear, so that of any layer reduces the gradients of all."""
+    """Transpose of the gather of that layer.
+    A gather is linear, so that of any layer reduces the gradients of all."""
 
     def zeros(self) -> list[jax.Array]:
         """Returns the gradients above the last layer."""
@@ -262,7 +275,8 @@ class _BackwardLayers:
     late: _LateGradients
 
     def step(self, carry: _BackwardCarry, layer: _LayerInputs) -> tuple[_BackwardCarry, Any]:
-        """Computes the gradients of a layer; returns the reduced ones: late of the layer above, early of this one."""
+        """Computes the gradients of a layer;
+        returns the reduced ones: late of the layer above, early of this one."""
         row_below = (layer.row - 1) % self.length
         weights_below = self.gather(_row_of(self.first, row_below))
         reduced_above = self.late.reduce(carry.g_above)
@@ -298,12 +312,14 @@ def _split(tree: Tree, names: Collection[str]) -> tuple[Tree, Tree]:
 
 
 def _without_integers(gradients: Tree) -> list[jax.Array]:
-    """Returns the gradients of weights that have one: quantised weights in integers do not, and a scan carries none."""
+    """Returns the gradients of weights that have one: quantised weights in integers do not,
+    and a scan carries none."""
     return [g for g in jax.tree.leaves(gradients) if jnp.issubdtype(g.dtype, jnp.inexact)]
 
 
 def _with_integers(weights: Tree, gradients: Sequence[jax.Array]) -> Tree:
-    """Inverts `_without_integers`: weights in integers get the gradient of type float0 that JAX expects of them."""
+    """Inverts `_without_integers`: weights in integers get the gradient of type float0
+    that JAX expects of them."""
     remaining = iter(gradients)
 
     def gradient_of(weight: jax.Array) -> Any:

@@ -1,4 +1,5 @@
-"""Facts of a layer that planner, memory model, caches and kernels are chosen and priced by: sizes, widths, FLOPs.
+"""Facts of a layer that planner, memory model, caches and kernels are chosen
+and priced by: sizes, widths, FLOPs.
 
 A kind states them of its half (`models.model.Kind.facts`); no forward pass reads them.
 """
@@ -28,8 +29,9 @@ class Widths(NamedTuple):
     gathered: float
     """Of what is gathered over `tensor`."""
     kept: float = 0.0
-    """Of what the backward pass reads besides, where everything is saved: queries and keys before their norm, those of
-    latent attention as the kernel reads them, what a convolution or an output gate reads and returns."""
+    """Of what the backward pass reads besides, where everything is saved: queries and keys before
+    their norm, those of latent attention as the kernel reads them, what a convolution or an output
+    gate reads and returns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,8 @@ class LatentSpec:
     """Sizes of latent attention besides those of queries and keys."""
 
     query_rank: int | None
-    """Width of the latent that queries are projections of; None projects them from the layer's input."""
+    """Width of the latent that queries are projections of;
+    None projects them from the layer's input."""
     kv_rank: int
     """Width of the latent of keys and values."""
     rope_size: int
@@ -51,7 +54,8 @@ class LatentSpec:
 
 
 IndexTraining = Literal["frozen", "warmup", "sparse"]
-"""Stage of an indexer: as it is; it alone is trained, with attention to all keys; it is trained on the chosen keys."""
+"""Stage of an indexer: as it is; it alone is trained, with attention to all keys;
+it is trained on the chosen keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +81,8 @@ class IndexerSpec:
         return 2.0 * self.weights
 
     def score_flops(self, positions: float) -> float:
-        """Returns the FLOPs of one token that is compared with `positions` keys: products of all heads, their sum."""
+        """Returns the FLOPs of one token that is compared with `positions` keys: products
+        of all heads, their sum."""
         return 2.0 * positions * self.heads * (self.head_size + 1)
 
 
@@ -102,17 +107,21 @@ class AttentionSpec:
     window: int | None = None
     """Sliding window: positions a token attends to, itself included; None is all before it."""
     normalises_qk: bool = False
-    """Whether queries and keys are normalised: what saves everything saves them before and after."""
+    """Whether queries and keys are normalised: what saves everything saves them
+    before and after."""
     normalises_v: bool = False
-    """Whether values are normalised, and no norm of keys reads the same products: they are saved before and after."""
+    """Whether values are normalised, and no norm of keys reads the same products: they are
+    saved before and after."""
     gates_output: bool = False
-    """Whether a projection as wide as the queries multiplies the output: it is saved where they are."""
+    """Whether a projection as wide as the queries multiplies the output: it is saved
+    where they are."""
     latent: LatentSpec | None = None
     """Latents that keys and values are projections of (multi-head latent attention, MLA)."""
     chunk: int | None = None
     """Tokens of a chunk, within which a token attends (Llama 4)."""
     features: frozenset[str] = frozenset()
-    """Rows of `kernels.attention.FEATURES` that the kernel must have: a soft cap of the scores, sinks, an indexer."""
+    """Rows of `kernels.attention.FEATURES` that the kernel must have: a soft cap
+    of the scores, sinks, an indexer."""
     indexer: IndexerSpec | None = None
     """Indexer that chooses the keys of each query; None sees all of them."""
 
@@ -141,7 +150,8 @@ class AttentionSpec:
         if self.latent is None:
             saved = query * (1 + self.gates_output) + 2 * kv
             return Widths(heads, query, kv, value, saved, width, kept)
-        # Each device of `tensor` saves the latents of its own positions; queries without one are those of its heads.
+        # Each device of `tensor` saves the latents of its own positions;
+        # queries without one are those of its heads.
         rank, cached = self.latent.query_rank, self.latent.cached
         queries = query if rank is None else rank / tensor
         kept += query + 2 * kv
@@ -149,7 +159,8 @@ class AttentionSpec:
         return Widths(heads, query, kv, value, saved, (rank or width) + cached, kept)
 
     def flops(self, seq: int) -> float:
-        """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens.
+        """Returns the FLOPs of one token's scores and weighted values, averaged
+        over a sequence of `seq` tokens.
 
         Only keys that an indexer chose are counted; its own work is that of `IndexerSpec`.
         """
@@ -161,12 +172,14 @@ class AttentionSpec:
     def computed_positions(self, seq: int) -> float:
         """Returns the keys that one token's scores are computed of, on average.
 
-        Only reference attention has keys chosen by an indexer, and it computes those of the complete sequence.
+        Only reference attention has keys chosen by an indexer,
+        and it computes those of the complete sequence.
         """
         return seq if "index" in self.features else self.causal_positions(seq)
 
     def computed_flops(self, seq: int) -> float:
-        """Returns the FLOPs of one token's scores and weighted values that are computed, of keys that it sees or not."""
+        """Returns the FLOPs of one token's scores and weighted values that are computed,
+        of keys that it sees or not."""
         return self.computed_positions(seq) * self._flops_of_a_key
 
     def computed_scores(self, seq: int) -> float:
@@ -176,8 +189,8 @@ class AttentionSpec:
     def index_work(self, seq: int, tensor: int) -> "IndexWork":
         """Returns what the indexer computes for one token, on all of `tensor` devices together.
 
-        Each of them chooses the keys of all tokens. The loss compares each token once, with all keys of the sequence, and
-        has the scores of the main heads anew.
+        Each of them chooses the keys of all tokens. The loss compares each token once, with all
+        keys of the sequence, and has the scores of the main heads anew.
         """
         if self.indexer is None:
             return IndexWork()
@@ -227,7 +240,8 @@ class MatmulSizes(NamedTuple):
     n: int
     number: int
     scanned: bool = False
-    """Whether chunks follow each other, so that a GPU launches them for each chunk, and not for a sequence at once."""
+    """Whether chunks follow each other, so that a GPU launches them for each chunk,
+    and not for a sequence at once."""
 
 
 class Gathered(NamedTuple):
@@ -235,7 +249,8 @@ class Gathered(NamedTuple):
 
     array: jax.ShapeDtypeStruct
     inside: bool = False
-    """Whether it is gathered inside what the backward pass recomputes whatever the remat policy keeps."""
+    """Whether it is gathered inside what the backward pass recomputes whatever the remat
+    policy keeps."""
 
 
 def _flops_of(matmuls: list[MatmulSizes]) -> float:
@@ -246,11 +261,13 @@ def _flops_of(matmuls: list[MatmulSizes]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """Facts of a first half of a layer that carries a state from token to token, of one size after any number of them.
+    """Facts of a first half of a layer that carries a state from token to token,
+    of one size after any number of them.
 
-    Linear attention, a state space or a short convolution. The kind states it in its `facts`, as `recurrence`, and
-    computes by `ForwardContext.recur`. FLOPs, the planner's work, memory and traffic, the cache of decoding and, of one
-    that does not state what segments share, the refusal of `context` follow (docs: Adding things, A layer kind).
+    Linear attention, a state space or a short convolution. The kind states it in its `facts`, as
+    `recurrence`, and computes by `ForwardContext.recur`. FLOPs, the planner's work, memory and
+    traffic, the cache of decoding and, of one that does not state what segments share, the refusal
+    of `context` follow (docs: Adding things, A layer kind).
     """
 
     item: ClassVar[str]
@@ -263,41 +280,50 @@ class Recurrence:
         raise NotImplementedError
 
     def carried(self, batch: int) -> Any:
-        """Returns the state after a token, a tree of jax.ShapeDtypeStruct of [features, batch, ...].
+        """Returns the state after a token, a tree
+        of jax.ShapeDtypeStruct of [features, batch, ...].
 
         `tensor` splits the first dimension, as it splits the heads or channels of the parameters.
         """
         raise NotImplementedError
 
     def chunk(self, seq: int) -> int:
-        """Returns the tokens of a sequence of `seq` that are computed at once; 1 for one after another."""
+        """Returns the tokens of a sequence of `seq` that are computed at once;
+        1 for one after another."""
         return 1
 
     def matmuls(self, seq: int) -> list[MatmulSizes]:
-        """Returns the matmuls without weights of one chunk of a sequence, of all devices of `tensor` together."""
+        """Returns the matmuls without weights of one chunk of a sequence,
+        of all devices of `tensor` together."""
         return []
 
     def gathered(self, batch: int, segment: int, dtype: str) -> dict[str, Gathered] | None:
-        """Returns what each segment of `batch` sequences that `context` splits sends to all others, by name.
+        """Returns what each segment of `batch` sequences that `context` splits sends
+        to all others, by name.
 
-        All heads or channels of `tensor` together. segment: its tokens. dtype: of computation. None refuses `context`.
+        All heads or channels of `tensor` together. segment: its tokens. dtype: of computation.
+        None refuses `context`.
         """
         return None
 
     def segment_matmuls(self, seq: int) -> list[MatmulSizes]:
-        """Returns the matmuls without weights that a chunk has besides `matmuls` where `context` splits sequences."""
+        """Returns the matmuls without weights that a chunk has besides `matmuls`
+        where `context` splits sequences."""
         return []
 
     def composition_matmuls(self, segments: int) -> list[MatmulSizes]:
-        """Returns the matmuls by which each device composes what all segments of a sequence have sent, one after another."""
+        """Returns the matmuls by which each device composes what all segments of a sequence have
+        sent, one after another."""
         return []
 
     def flops(self, seq: int) -> float:
-        """Returns the FLOPs of one token's forward pass in a sequence of `seq` tokens, without those of weights."""
+        """Returns the FLOPs of one token's forward pass in a sequence
+        of `seq` tokens, without those of weights."""
         return _flops_of(self.matmuls(seq)) / self.chunk(seq)
 
     def computed_flops(self, seq: int, context: int) -> float:
-        """Returns the FLOPs that one token's share of a device's work has where `context` devices split sequences."""
+        """Returns the FLOPs that one token's share of a device's work has
+        where `context` devices split sequences."""
         segment = segment_tokens(seq, context)
         flops = _flops_of(self.matmuls(segment)) / self.chunk(segment)
         if context > 1:
@@ -306,7 +332,8 @@ class Recurrence:
         return flops
 
     def inner_bytes(self, seq: int) -> float:
-        """Returns the bytes per token that the backward pass makes and drops, of all devices of `tensor` together."""
+        """Returns the bytes per token that the backward pass makes and drops,
+        of all devices of `tensor` together."""
         return 0.0
 
 
@@ -317,7 +344,8 @@ class ExpertSpec:
     experts: int
     experts_per_token: int
     buffer_factor: float = 0.0
-    """Rows that one of the devices that split experts has room for, as a multiple of an even share; 0: for all."""
+    """Rows that one of the devices that split experts has room for,
+    as a multiple of an even share; 0: for all."""
     sent_bytes: int | None = None
     """Bytes of an element of the rows sent to experts; None for the compute dtype."""
     groups: int = 1
@@ -325,15 +353,24 @@ class ExpertSpec:
     topk_groups: int = 1
     """Groups that the experts of a token are in."""
     weighted: Literal["hidden", "input"] = "hidden"
-    """What the routing weight multiplies: only where it is the hidden layer products read rows as they were sent."""
+    """What the routing weight multiplies: only where it is the hidden layer products read rows
+    as they were sent."""
     gates_shared: bool = False
-    """Whether a projection of the token multiplies the output of the experts that every token uses."""
+    """Whether a projection of the token multiplies the output of the experts
+    that every token uses."""
+    latent: int | None = None
+    """Width of the latent that routed experts read and write; None is the model's width."""
+
+    def row_width(self, width: int) -> int:
+        """Returns the width of the rows of routed experts in a model of `width`."""
+        return width if self.latent is None else self.latent
 
     def buffers(self, tokens: int, shards: int, nodes: int = 1) -> "ExpertBuffers":
-        """Returns the rows of each buffer of a device, one of `shards` that split the experts, in `nodes` nodes.
+        """Returns the rows of each buffer of a device, one of `shards`
+        that split the experts, in `nodes` nodes.
 
-        tokens: of a device. Every buffer has room for the most that can arrive, or for `buffer_factor` times an even
-        share where that is less.
+        tokens: of a device. Every buffer has room for the most that can arrive, or for
+        `buffer_factor` times an even share where that is less.
         """
         copies, arriving = self._copies(nodes), self._arriving(shards, nodes)
         most = ExpertBuffers(*(tokens * rows for rows in arriving))
@@ -344,9 +381,11 @@ class ExpertSpec:
         return limited if nodes > 1 else limited._replace(copies=most.copies)
 
     def rooms(self, tokens: np.ndarray, shards: int, nodes: int = 1) -> "ExpertBuffers":
-        """Returns the rows of each buffer that text may use: `buffer_factor` times an even share of it, in whole tiles.
+        """Returns the rows of each buffer that text may use: `buffer_factor` times an even share
+        of it, in whole tiles.
 
-        tokens: tokens of text on a device, on average over the `shards`, as an array of all that are asked for.
+        tokens: tokens of text on a device, on average over the `shards`,
+        as an array of all that are asked for.
         """
         shares = ExpertBuffers(
             *(_whole_tiles(self.buffer_factor * tokens * rows) for rows in self._copies(nodes))
@@ -354,14 +393,16 @@ class ExpertSpec:
         return shares if nodes > 1 else shares._replace(copies=tokens * self.experts_per_token)
 
     def drops(self, shards: int, nodes: int = 1) -> bool:
-        """Returns whether some buffer may have less room than could arrive, whatever the number of tokens."""
+        """Returns whether some buffer may have less room
+        than could arrive, whatever the number of tokens."""
         pairs = zip(self._copies(nodes), self._arriving(shards, nodes), strict=True)
         return bool(self.buffer_factor) and any(
             self.buffer_factor * copies < most for copies, most in pairs
         )
 
     def _copies(self, nodes: int) -> "ExpertBuffers":
-        """Rows that a token has in each buffer on average over the devices, where all loads are even."""
+        """Rows that a token has in each buffer on average over the devices,
+        where all loads are even."""
         k = self.experts_per_token
         return ExpertBuffers(self.most_nodes(nodes), k, k)
 
@@ -406,7 +447,8 @@ class ExpertSpec:
 
 
 class ExpertBuffers(NamedTuple):
-    """Rows of a device's buffers for experts, each of the model's width: integers, or arrays of them."""
+    """Rows of a device's buffers for experts, each of `ExpertSpec.row_width`: integers,
+    or arrays of them."""
 
     nodes: Any
     """Rows that arrive from the devices of all nodes, one for each token."""
@@ -431,21 +473,25 @@ class LayerSpec:
     recurrence: Recurrence | None = None
     """State that passes from token to token; a layer has this or `attention`."""
     normalises_inputs: bool = True
-    """Whether each half reads a norm of the residual stream: the backward pass reads the norm's output too."""
+    """Whether each half reads a norm of the residual stream: the backward pass reads the
+    norm's output too."""
     normalises_outputs: bool = False
-    """Whether the output of each half is normalised before it is added: the backward pass reads it."""
+    """Whether the output of each half is normalised
+    before it is added: the backward pass reads it."""
     has_two_feed_forwards: bool = False
-    """Whether a dense feed-forward and experts each have an input and an output of their own, both normalised and, over
-    `tensor`, gathered and scattered: they are added before the norm of the half's output."""
+    """Whether a dense feed-forward and experts each have an input and an output of their own, both
+    normalised and, over `tensor`, gathered and scattered: they are added before the norm of the
+    half's output."""
     has_first_half: bool = True
-    """Whether it has a first half: attention, a recurrence, or another of which the facts are not known."""
+    """Whether it has a first half: attention, a recurrence,
+    or another of which the facts are not known."""
     has_second_half: bool = True
     """Whether it has a second half: a feed-forward or experts."""
     has_parallel_halves: bool = False
     """Whether both halves read one norm of the layer's input: nothing is between them."""
     hidden_products: float = 0.5
-    """Width of what the feed-forward's last matmul reads, over that of its first outputs: half of a gate and what it
-    multiplies, all of the input of a GELU."""
+    """Width of what the feed-forward's last matmul reads, over that of its first outputs: half of a
+    gate and what it multiplies, all of the input of a GELU."""
     attention_scope: str = ""
     """Named scope of its first half in a compiled program; empty where that is not known."""
     feed_forward_scope: str = ""
@@ -458,11 +504,13 @@ class LayerSpec:
 
     @property
     def scales_rows(self) -> bool:
-        """Whether routing weights multiply the rows of experts: the backward pass reads them before and after."""
+        """Whether routing weights multiply the rows of experts: the backward pass reads them
+        before and after."""
         return self.experts is not None and self.experts.weighted == "input"
 
     def widths(self, width: int, tensor: int) -> Widths:
-        """Returns the widths on one of `tensor` devices; a layer without attention gathers the model's width."""
+        """Returns the widths on one of `tensor` devices;
+        a layer without attention gathers the model's width."""
         first_half = self.attention or self.recurrence
         if first_half is None:
             return Widths(0, 0, 0, 0, 0, width)

@@ -1,14 +1,15 @@
 """Health of a layer: figures of its forward pass that cost no pass of their own.
 
-A layer's aux gets an entry `HEALTH`, a dictionary of float32 scalars of this device's tokens. They are added over
-microbatches and devices, and those in `MAXIMA` are the largest instead.
+A layer's aux gets an entry `HEALTH`, a dictionary of float32 scalars of this device's tokens. They
+are added over microbatches and devices, and those in `MAXIMA` are the largest instead.
 
     residual squares   sum over tokens of the mean over D of x^2, where x is what the layer adds to
     residual tokens    number of these tokens
     attention lse      largest log-sum-exp of a query's attention logits, or 0 if all are below
 
-A kernel that computes softmax by blocks has the log-sum-exp anyway. With S visible keys the largest logit of a query is
-between lse - ln S and lse. A kernel without one (the reference, one from outside without `chunk_attention`) has no figure.
+A kernel that computes softmax by blocks has the log-sum-exp anyway. With S visible keys the largest
+logit of a query is between lse - ln S and lse. A kernel without one (the reference, one from
+outside without `chunk_attention`) has no figure.
 """
 
 from typing import Any
@@ -28,7 +29,8 @@ MAXIMA = (LSE,)
 
 
 def with_health(layer: Layer, ctx: ForwardContext) -> Layer:
-    """Returns a layer that has its health in its aux. ctx: that of the layer, with its list of observed figures."""
+    """Returns a layer that has its health in its aux.
+    ctx: that of the layer, with its list of observed figures."""
 
     lists = [ctx.observed, *(piece.observed for piece in ctx.batch_pieces)]
 
@@ -50,7 +52,8 @@ def with_health(layer: Layer, ctx: ForwardContext) -> Layer:
 def _residual(x_BTD: jax.Array) -> dict[str, jax.Array]:
     """Returns the sums from which the root mean square of a residual stream is made."""
     B, T, D = x_BTD.shape
-    # A value of its own: fused into the layer's norm, the norm's products and sums would be contracted otherwise.
+    # A value of its own: fused into the layer's norm, the norm's products
+    # and sums would be contracted otherwise.
     x_BTD = jax.lax.optimization_barrier(jax.lax.stop_gradient(x_BTD))
     squares = jnp.square(x_BTD.astype(jnp.float32)).sum() / D
     return {SQUARES: squares, TOKENS: jnp.float32(B * T)}
@@ -72,7 +75,8 @@ def is_maximum(path: Any) -> bool:
 
 
 def split_health(aux: dict[str, Aux]) -> tuple[dict[str, Aux], dict[str, dict[str, jax.Array]]]:
-    """Returns the aux of each stack without its health, and the health of each stack that has some."""
+    """Returns the aux of each stack without its health,
+    and the health of each stack that has some."""
     rest: dict[str, Aux] = {}
     health: Any = {}
     for stack, values in aux.items():

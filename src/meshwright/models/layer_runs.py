@@ -3,7 +3,8 @@
     layers    M E M E M * E   M E M E M * E   M E M E
     runs      [M E M E M * E] twice           [M E] twice
 
-A run is one loop, whose body has the layers of its period, so the fewest layers in all bodies compile fastest.
+A run is one loop, whose body has the layers of its period,
+so the fewest layers in all bodies compile fastest.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ class LayerRun:
 
 
 def shortest_runs(kinds: Sequence[Hashable]) -> tuple[LayerRun, ...]:
-    """Returns the runs of layers whose periods have the fewest layers in all; of equal ones the fewest runs.
+    """Returns the runs of layers whose periods have the fewest layers in all;
+    of equal ones the fewest runs.
 
         bodies(n) = min over the last run of p layers, r times:  bodies(n - p r) + p
 

@@ -1,7 +1,7 @@
 """The contract between a model family and the step, the planner and the census.
 
-A family (a subclass of `Model`) states its facts in a `ModelSpec` and computes its forward pass from a
-`ForwardContext`. Nothing above guesses from the names of its fields.
+A family (a subclass of `Model`) states its facts in a `ModelSpec` and computes its forward pass
+from a `ForwardContext`. Nothing above guesses from the names of its fields.
 """
 
 import dataclasses
@@ -42,20 +42,25 @@ from meshwright.sharding.sequence import SequenceSplit
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Metrics of a step as (sum, count); the value is sum / count."""
 Aux = dict[str, jax.Array]
-"""Auxiliary outputs of a layer (router statistics, auxiliary loss), summed over the tokens of this device.
+"""Auxiliary outputs of a layer (router statistics, auxiliary loss), summed over the tokens
+of this device.
 
-`aux_loss`, a scalar, is added to the loss after division by the sequences of the global batch. Dense layers return {}.
+`aux_loss`, a scalar, is added to the loss after division by the sequences
+of the global batch. Dense layers return {}.
 """
 Layer = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Aux]]
 """One layer: `(x [B, T/tensor, D], its sharded parameters, its index) -> (x, aux)`."""
 Pattern = Layer | tuple[Layer, ...]
 """Layer function of a stack, or one for each layer of a period that repeats."""
 MTP = "mtp"
-"""Subtree of the layer that predicts the token after the next, with a leading dimension of one layer."""
+"""Subtree of the layer that predicts the token after the next,
+with a leading dimension of one layer."""
 Attend = Callable[..., jax.Array]
-"""`(q [B, T, N, H], k [B, T, K, H], v, *, window, scores=None) -> [B, T, N, H]`: attention to all visible keys.
+"""`(q [B, T, N, H], k [B, T, K, H], v, *, window, scores=None) -> [B, T, N, H]`: attention
+to all visible keys.
 
-window: sliding window, or None.  scores: soft cap, sinks and chunks (kernels/attention.py), or None.
+window: sliding window, or None.
+scores: soft cap, sinks and chunks (kernels/attention.py), or None.
 """
 
 
@@ -69,22 +74,26 @@ class Tokens:
     padding: jax.Array | None = None
     """Whether a position is not text, bool; None where the batch has only text.
 
-    Nothing that text reads, and no count, depends on padding: its embedding is zero whatever its id, it has no experts,
-    and attention, convolutions and states do not cross from it into text."""
+    Nothing that text reads, and no count, depends on padding: its embedding is zero whatever its
+    id, it has no experts, and attention, convolutions and states do not cross from it into text."""
     segments: jax.Array | None = None
     """Document of each position; None in decoding."""
 
 
 RecurrentStep = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
-"""`(inputs, positions [B, T], state) -> (output [B, T, ...], state)`: tokens of complete sequences, after a state.
+"""`(inputs, positions [B, T], state) -> (output [B, T, ...], state)`: tokens
+of complete sequences, after a state.
 
-inputs: tree of [B, T, ...].  positions: within each document; a token at position 0 begins one.  state: as
-`Recurrence.carried` has it for one layer and this device; None before the first token of a sequence.
+inputs: tree of [B, T, ...].
+positions: within each document; a token at position 0 begins one.
+state: as `Recurrence.carried` has it for one layer and this device;
+None before the first token of a sequence.
 """
 
 SplitStep = Callable[[Any, jax.Array, SequenceSplit], jax.Array]
-"""`(inputs, positions [B, T/context], split) -> output [B, T/context, ...]`: this device's tokens of sequences that
-`context` splits, inside the `shard_map`. It exchanges what its segments need of those before them.
+"""`(inputs, positions [B, T/context], split) -> output [B, T/context, ...]`: this device's tokens
+of sequences that `context` splits, inside the `shard_map`. It exchanges what its segments need of
+those before them.
 """
 
 
@@ -99,14 +108,16 @@ class ForwardContext(Execution):
     attend_pieces: tuple[Attend, ...] = ()
     """Attention of each piece of the batch, for `attend_row_parallel`; () for no pieces."""
     batch_pieces: tuple["ForwardContext", ...] = ()
-    """Inputs of each piece of the batch, for layers with experts: the rows of one travel while another computes; ()
-    for no pieces."""
+    """Inputs of each piece of the batch, for layers with experts: the rows of one travel while
+    another computes; () for no pieces."""
     attend_latent: Callable[[jax.Array, jax.Array, int, Index | None], jax.Array] | None = None
-    """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank, index) -> [B, T, N, kv_rank]`, to cached latents."""
+    """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank, index) -> [B, T, N, kv_rank]`,
+    to cached latents."""
     cached_recur: Callable[[RecurrentStep, Any], jax.Array] | None = None
     """In decoding: `recur` from the cached state of the layer, and to it."""
     observed: list[jax.Array] = dataclasses.field(default_factory=list)
-    """Log-sum-exps of the attention that a layer has computed, while it is traced (models/layer_health.py)."""
+    """Log-sum-exps of the attention that a layer has computed, while it is traced
+    (models/layer_health.py)."""
 
     @classmethod
     def of(cls, execution: Execution, **batch: Any) -> "ForwardContext":
@@ -117,7 +128,8 @@ class ForwardContext(Execution):
         return cls(**(decisions | batch))
 
     def record(self, name: str, x_BTD: jax.Array, split: str | None = None) -> jax.Array:
-        """Returns x; where a step's tensors are recorded, it has this name (models/recording.py)."""
+        """Returns x; where a step's tensors are recorded, it has this
+        name (models/recording.py)."""
         return x_BTD if self.tap is None else self.tap(name, x_BTD, split)
 
     def of_layer(self, layer: jax.Array) -> "ForwardContext":
@@ -126,12 +138,14 @@ class ForwardContext(Execution):
 
     @functools.cached_property
     def angles(self) -> Callable[[Any], tuple[jax.Array, jax.Array]]:
-        """Function from a `Rotary` to its cosine and sine at the tokens' positions, computed once for all layers."""
+        """Function from a `Rotary` to its cosine and sine
+        at the tokens' positions, computed once for all layers."""
         return functools.cache(lambda rotary: rotary.angles(self.tokens.positions))
 
     @functools.cached_property
     def half(self) -> Callable[["Kind"], Callable[..., Any]]:
-        """Function from a kind to the function of its half of a layer, built once for all layers."""
+        """Function from a kind to the function of its half of a layer, built once
+        for all layers."""
         return functools.cache(lambda kind: kind.build(self))
 
     def recur(
@@ -139,8 +153,10 @@ class ForwardContext(Execution):
     ) -> jax.Array:
         """Returns the output of a recurrence for this step's tokens, [B, T/context, ...].
 
-        Training begins every sequence without a state; decoding goes on from the state of the tokens before.
-        split_step: for sequences that `context` splits; of a kind whose `Recurrence.gathered` states what it sends.
+        Training begins every sequence without a state;
+        decoding goes on from the state of the tokens before.
+        split_step: for sequences that `context` splits;
+        of a kind whose `Recurrence.gathered` states what it sends.
         """
         if self.cached_recur is not None:
             return self.cached_recur(step, inputs)
@@ -151,7 +167,8 @@ class ForwardContext(Execution):
         return output
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
-        """Returns `f(x, weights)` for the complete sequence, gathered over `tensor`: column-parallel matmuls.
+        """Returns `f(x, weights)` for the complete sequence, gathered
+        over `tensor`: column-parallel matmuls.
 
         x_BTD: this device's positions [B, T/tensor, D].  f: matmuls, the same for every token.
         """
@@ -160,9 +177,11 @@ class ForwardContext(Execution):
         return f(sequence_all_gather(x_BTD, 1), weights)
 
     def row_parallel(self, f: TokenFunction, y_BTF: jax.Array, weights: Any) -> jax.Array:
-        """Returns `f(y, weights)` summed over `tensor`, this device's positions of it [B, T/tensor, D].
+        """Returns `f(y, weights)` summed over `tensor`, this device's positions
+        of it [B, T/tensor, D].
 
-        y_BTF: the complete sequence, features split over `tensor`.  f: matmuls, the same for every token.
+        y_BTF: the complete sequence, features split over `tensor`.
+        f: matmuls, the same for every token.
         """
         if self.tensor_strategy == "ring":
             return resolve("tensor strategy", "ring").row_parallel(f, y_BTF, weights)
@@ -177,10 +196,12 @@ class ForwardContext(Execution):
         scores: Scores | None = None,
         factor_BTNH: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns `row_parallel(f, attend(q, k, v), weights)`: attention and its output projection [B, T/tensor, D].
+        """Returns `row_parallel(f, attend(q, k, v), weights)`: attention
+        and its output projection [B, T/tensor, D].
 
-        In pieces of the batch, the sums of one piece travel while the next attends: the projection is too short a
-        matmul to hide its own sums.  factor_BTNH: multiplies the attention output (an output gate); None is 1.
+        In pieces of the batch, the sums of one piece travel while the next attends: the projection
+        is too short a matmul to hide its own sums.
+        factor_BTNH: multiplies the attention output (an output gate); None is 1.
         """
         if not self.attend_pieces:
             out_BTNH = self.attend(*qkv, window=window, scores=scores)
@@ -220,11 +241,13 @@ class Kind:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the function of a first half returns `(output, aux)`, with a loss of its own in `aux`."""
+        """Whether the function of a first half returns `(output, aux)`,
+        with a loss of its own in `aux`."""
         return False
 
     reads_residual: ClassVar[bool] = False
-    """Whether the function of a second half takes the residual stream as a third argument, besides its norm."""
+    """Whether the function of a second half takes the residual stream
+    as a third argument, besides its norm."""
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
@@ -235,7 +258,8 @@ class Kind:
         return {}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
-        """Returns the half for a step's tokens, `(normalised x [B, T/tensor, D], weights) -> output [B, T/tensor, D]`.
+        """Returns the half for a step's tokens, `(normalised x [B, T/tensor, D], weights) -> output
+        [B, T/tensor, D]`.
 
         A second half returns `(output, aux)`.
         """
@@ -253,14 +277,16 @@ class ModelSpec:
     max_seq: int | None = None
     """Longest sequence; None has no limit."""
     embedding: str = "embed"
-    """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
+    """Path of the parameter that the unembedding multiplies by;
+    equal to the embedding where they are tied."""
     logit_softcap: float | None = None
     """Soft cap of the logits (`kernels.attention.cap`), or None."""
     further: tuple[LayerSpec, ...] = ()
     """Layers after the last that predict further tokens in training (models/forward.py)."""
     period: int = 1
-    """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
-    Above 1 the stacks of a model take turns within it. Kinds in any order have that of all layers."""
+    """Layers after which the kinds of layers repeat (local and global attention): pipeline parts
+    begin with a period. Above 1 the stacks of a model take turns within it. Kinds in any order have
+    that of all layers."""
     runs: tuple[LayerRun, ...] = ()
     """Runs of layers in any order, of which each stack has one kind; () follows from `period`."""
 
@@ -309,16 +335,19 @@ class ModelSpec:
 
 
 ByLayers = Callable[..., Any]
-"""The way in which a room works from the layers of a model; its arguments are those of the method of `Model`."""
+"""The way in which a room works from the layers of a model;
+its arguments are those of the method of `Model`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Model(Ranged, part="model"):
-    """Configuration and forward pass of a model family: the base class of every family (models/families/).
+    """Configuration and forward pass of a model family: the base class
+    of every family (models/families/).
 
-    A family is a frozen dataclass with fields of its own. It describes its parameters before they exist (`params`),
-    states what the planner and the census need to know (`spec`), and computes the forward pass of one device in the
-    parts that a pipeline may hold apart (`embed`, `layer_functions`, `unembed`).
+    A family is a frozen dataclass with fields of its own. It describes its parameters before they
+    exist (`params`), states what the planner and the census need to know (`spec`), and computes the
+    forward pass of one device in the parts that a pipeline may hold apart (`embed`,
+    `layer_functions`, `unembed`).
 
     Example:
         >>> model = mw.Llama(vocab=32000, width=512, layers=8, heads=8)
@@ -329,26 +358,31 @@ class Model(Ranged, part="model"):
     unit: ClassVar[str] = "tokens"
     """What a step's speed counts."""
     reads_text: ClassVar[bool] = True
-    """Whether batches are sequences of tokens made of text (`Data`); otherwise the model has batches of its own."""
+    """Whether batches are sequences of tokens made of text (`Data`);
+    otherwise the model has batches of its own."""
     states_layers: ClassVar[bool] = True
-    """Whether `spec` lists the layers and their parts: layouts, remat policies and meshes are chosen by it."""
+    """Whether `spec` lists the layers and their parts: layouts, remat policies
+    and meshes are chosen by it."""
     vocab: PositiveInt | None = None
     """Vocabulary size V; None takes the tokenizer's."""
     vocab_multiple: Annotated[PositiveInt, changes("program", "evaluation", "plan")] = (
         dataclasses.field(default=128, kw_only=True)
     )
-    """The embedding tables are padded to a multiple of this; padding rows are masked and change no number."""
+    """The embedding tables are padded to a multiple of this;
+    padding rows are masked and change no number."""
 
     def params(self) -> Tree:
         """Returns the descriptions of all parameters, a nested dictionary of `Param`."""
         raise NotImplementedError
 
     def spec(self) -> ModelSpec:
-        """Returns the facts that layouts, planner and census need: width, and what each layer is made of."""
+        """Returns the facts that layouts, planner and census need: width,
+        and what each layer is made of."""
         raise NotImplementedError
 
     def variables(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the arrays that the forward pass changes besides, such as running averages, by path."""
+        """Returns the arrays that the forward pass changes besides, such
+        as running averages, by path."""
         return {}
 
     def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
@@ -356,25 +390,30 @@ class Model(Ranged, part="model"):
         raise NotImplementedError
 
     def layer_functions(self, ctx: ForwardContext) -> Mapping[str, Pattern]:
-        """Returns the layer function of each stack, or one per layer of its period, by the stack's name in `params`."""
+        """Returns the layer function of each stack, or one per layer of its period,
+        by the stack's name in `params`."""
         raise NotImplementedError
 
     def unembed(
         self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the final hidden states [B, T, D], all positions, and the unembedding [V/stage+tensor, D]."""
+        """Returns the final hidden states [B, T, D], all positions,
+        and the unembedding [V/stage+tensor, D]."""
         raise NotImplementedError
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
-        """Returns metrics of a step from the layers' auxiliary outputs, [L, ...] per stack, summed over the batch."""
+        """Returns metrics of a step from the layers' auxiliary outputs, [L, ...] per stack,
+        summed over the batch."""
         return {}
 
     def post_update(self, params: Tree, aux: dict[str, Aux]) -> Tree:
-        """Returns `params` with what a step changes besides the optimizer, such as a router's bias."""
+        """Returns `params` with what a step changes besides the optimizer, such
+        as a router's bias."""
         return params
 
     def shrunk(self, shape: MeshShape, layers: int) -> "Model":
-        """Returns a small model that `shape` divides as it divides this one, for rehearsals; by default this one."""
+        """Returns a small model that `shape` divides as it divides this one, for rehearsals;
+        by default this one."""
         return self
 
     def default_mesh(self, devices: int) -> MeshShape:
@@ -385,8 +424,9 @@ class Model(Ranged, part="model"):
         """Returns the units (`unit`) in one sample of a batch: the tokens of a sequence."""
         return seq
 
-    # The rooms above work from a model's layers. Each gives the way in which it does so, `by_layers`, to the method
-    # that is named after the work; a model whose layers are not known does that work in a way of its own.
+    # The rooms above work from a model's layers. Each gives the way in which it does so,
+    # `by_layers`, to the method that is named after the work; a model whose layers are not known
+    # does that work in a way of its own.
 
     def place(self, run: Any, shape: MeshShape, by_layers: ByLayers) -> Any:
         """Returns the run placed on a mesh, a `PlacedRun` (runs/placed_run.py)."""
@@ -397,7 +437,8 @@ class Model(Ranged, part="model"):
         return by_layers(self, seq)
 
     def local_model(self, settled: Any, by_layers: ByLayers) -> Any:
-        """Returns the forward pass on one device, a `LocalModel` (models/forward.py); None where there is no such."""
+        """Returns the forward pass on one device, a `LocalModel` (models/forward.py);
+        None where there is no such."""
         return by_layers(self, settled)
 
     def abstract_batch(self, device_run: Any, by_layers: ByLayers) -> Any:

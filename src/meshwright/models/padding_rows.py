@@ -1,6 +1,8 @@
-"""Layers of pipeline stages: those that read their parameters themselves, and stacks with rows that hold no layer.
+"""Layers of pipeline stages: those that read their parameters themselves,
+and stacks with rows that hold no layer.
 
-A stage with fewer layers of a stack than another has padding rows; these are the identity and return zero aux.
+A stage with fewer layers of a stack than another has padding rows;
+these are the identity and return zero aux.
 """
 
 from typing import Any
@@ -13,14 +15,16 @@ from meshwright.sharding.stages import NO_LAYER
 
 
 def with_padding(layer: Layer, stack: str, permutes: bool) -> Layer:
-    """Returns `layer` for a stack with padding rows. permutes: whether layers send values around a ring."""
+    """Returns `layer` for a stack with padding rows.
+    permutes: whether layers send values around a ring."""
     if permutes:
         return _drop_padding(layer)
     return _skip_padding(layer, stack)
 
 
 def row_scope(stack: str) -> str:
-    """Returns the named scope of a row with a layer, by which the census knows how many rows of a stack are padding."""
+    """Returns the named scope of a row with a layer,
+    by which the census knows how many rows of a stack are padding."""
     return f"layer of {stack}."
 
 
@@ -42,7 +46,8 @@ def _skip_padding(layer: Layer, stack: str) -> Layer:
 def read_inside(layer: Layer) -> Layer:
     """Returns `layer` for parameters that a function reads.
 
-    Read inside a branch they are converted where they lie; before it, XLA would copy them in float32.
+    Read inside a branch they are converted where they lie;
+    before it, XLA would copy them in float32.
     """
     return lambda x_BTD, read, index: layer(x_BTD, read(), index)
 

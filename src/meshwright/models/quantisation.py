@@ -1,20 +1,23 @@
 """Low-precision matmuls: fp8, MXFP8 and int8 products of activations, weights and gradients.
 
-All three products of a layer's matmul (forward, gradient of the input, gradient of the weight) have low-precision
-operands in the `dot_general` itself; the scales multiply its result. A quantise-dequantise pair that is written out
-around a bfloat16 product would be simplified away by XLA.
+All three products of a layer's matmul (forward, gradient of the input, gradient of the weight) have
+low-precision operands in the `dot_general` itself; the scales multiply its result. A
+quantise-dequantise pair that is written out around a bfloat16 product would be simplified away by
+XLA.
 
-Scales of the fp8 formats are powers of two. A float's rounding does not depend on a power of two, so that two devices
-with different scales round alike: no maximum is sent, and the numbers do not depend on the mesh. Only elements below
-2^-15 of their group's largest (e4m3; 2^-30 in e5m2) are rounded more coarsely. int8 has a fixed step, which the scale
-sets: there the maximum is taken over all devices that share a row or column.
+Scales of the fp8 formats are powers of two. A float's rounding does not depend on a power of two,
+so that two devices with different scales round alike: no maximum is sent, and the numbers do not
+depend on the mesh. Only elements below 2^-15 of their group's largest (e4m3; 2^-30 in e5m2) are
+rounded more coarsely. int8 has a fixed step, which the scale sets: there the maximum is taken over
+all devices that share a row or column.
 
-Grouped matmuls of experts have one recipe, in the fp8 formats only: e4m3 with a scale for each row of activations and
-for each expert's weight, and gradients in e4m3 too, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). Triton
-multiplies operands of one format, and has no product of MX blocks.
+Grouped matmuls of experts have one recipe, in the fp8 formats only: e4m3 with a scale for each row
+of activations and for each expert's weight, and gradients in e4m3 too, as in DeepSeek-V3
+(arXiv:2412.19437, section 3.3.2). Triton multiplies operands of one format, and has no product of
+MX blocks.
 
-Sources: fp8 formats and training with them, Micikevicius et al. 2022 (arXiv:2209.05433); MXFP8, OCP Microscaling
-Formats 1.0.
+Sources: fp8 formats and training with them, Micikevicius et al. 2022 (arXiv:2209.05433);
+MXFP8, OCP Microscaling Formats 1.0.
 """
 
 import dataclasses
@@ -50,7 +53,8 @@ class MatmulPrecision:
 
     Example:
         >>> from meshwright.models.quantisation import MatmulPrecision
-        >>> MatmulPrecision("fp8_e4m3", "e4m3 for gradients too", "fp8", "tensor", gradient="float8_e4m3fn").operand
+        >>> summary = "e4m3 for gradients too"
+        >>> MatmulPrecision("fp8_e4m3", summary, "fp8", "tensor", gradient="float8_e4m3fn").operand
         'float8_e4m3fn'
     """
 
@@ -59,10 +63,11 @@ class MatmulPrecision:
     summary: str
     """One-line description."""
     rate: Literal["fp8", "int8", "mxfp8", "nvfp4"]
-    """Peak of a chip that it uses: the field `flops_fp8`, `flops_int8`, `flops_mxfp8` or `flops_nvfp4`."""
+    """Peak of a chip that it uses: the field `flops_fp8`, `flops_int8`, `flops_mxfp8`
+    or `flops_nvfp4`."""
     scaling: Literal["tensor", "row", "mx"]
-    """What shares a scale: a device's block of a tensor; a row or column of an operand; or MX blocks of `block`
-    elements along the contracted dimension, with exponents for scales."""
+    """What shares a scale: a device's block of a tensor; a row or column of an operand; or MX
+    blocks of `block` elements along the contracted dimension, with exponents for scales."""
     operand: str = "float8_e4m3fn"
     """Format of activations and weights."""
     gradient: str = "float8_e5m2"
@@ -110,7 +115,8 @@ RECIPES: dict[str, MatmulPrecision] = {
 
 
 def find_precision(name: str) -> MatmulPrecision:
-    """Returns the recipe called `name`: a row of RECIPES, or a `MatmulPrecision` named as `module:attribute`."""
+    """Returns the recipe called `name`: a row of RECIPES,
+    or a `MatmulPrecision` named as `module:attribute`."""
     recipe = plugins.resolve("matmul precision", name, {**RECIPES, "compute": None})
     asked = f"--training.matmul-precision {name}"
     return plugins.expect(recipe, MatmulPrecision, asked, "a meshwright MatmulPrecision")
@@ -139,7 +145,7 @@ def check_precision(name: str, machine: Machine) -> None:
         having = [name for name, other in CHIPS.items() if is_faster(other, recipe)]
         raise ConfigError(
             f"--training.matmul-precision {name} on {chip.name}",
-            f"it has no flops_{recipe.rate} (hardware/chips.py): its compiler gains nothing from such operands; "
+            f"it has no flops_{recipe.rate}: its compiler gains nothing from such operands; "
             f"{', '.join(having)} have",
             f"--training.matmul-precision {' or '.join((*fast, 'compute'))}",
         )
@@ -157,7 +163,8 @@ class WeightPlan:
     out_axes: Axes
     """Mesh axes that split its other dimensions."""
     shares: tuple[int, ...] | None
-    """Dimensions along which elements share a scale; None are all. MX blocks have no scale before the product."""
+    """Dimensions along which elements share a scale; None are all.
+    MX blocks have no scale before the product."""
 
 
 @functools.partial(
@@ -170,12 +177,14 @@ class LowPrecisionWeight(SelfMultiplying):
     """Gathered weight of a low-precision matmul; `linear` multiplies by it."""
 
     values: jax.Array
-    """Quantised weight; for MX blocks the weight in the compute dtype, quantised in each product."""
+    """Quantised weight; for MX blocks the weight in the compute dtype, quantised
+    in each product."""
     scale: jax.Array | None
     """Float32 factor of `values`: a scalar, or one per output column; None for MX blocks."""
     carrier: jax.Array | None
-    """Gathered weight in the compute dtype. Its value is never read (and never gathered); its cotangent is the
-    gradient, since integers have no cotangents, and fp8 values would have fp8 cotangents."""
+    """Gathered weight in the compute dtype. Its value is never read (and never gathered); its
+    cotangent is the gradient, since integers have no cotangents, and fp8 values would have fp8
+    cotangents."""
     plan: WeightPlan
 
     option = "--training.matmul-precision"
@@ -200,7 +209,8 @@ class LowPrecisionWeight(SelfMultiplying):
 
 @dataclasses.dataclass(frozen=True)
 class LowPrecisionGather(GatherParams):
-    """Gathers sharded parameters into weights: low-precision ones quantised, half the bytes of bfloat16."""
+    """Gathers sharded parameters into weights: low-precision ones quantised, half the bytes
+    of bfloat16."""
 
     plans: Mapping[str, WeightPlan]
     """Plan of each weight in low precision, by path."""
@@ -225,7 +235,8 @@ class LowPrecisionGather(GatherParams):
         return jax.tree_util.tree_map_with_path(in_low_precision, weights)
 
     def _early(self, params: Tree, path: str) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Returns gathered values and scales of the weights of a subtree that are rounded before they are gathered."""
+        """Returns gathered values and scales of the weights of a subtree
+        that are rounded before they are gathered."""
         treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(params, _is_rounded)
         rounded: dict[str, tuple[jax.Array, jax.Array]] = {}
@@ -272,7 +283,8 @@ class LowPrecisionGather(GatherParams):
     def _quantise(
         self, shards: dict[str, tuple[jax.Array, Any]]
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Quantises shards and gathers them, each with its scale: the scale is known before the gather."""
+        """Quantises shards and gathers them, each with its scale: the scale is known
+        before the gather."""
         amax, axes_of = {}, {}
         for name, (w, gathers) in shards.items():
             plan = self.plans[name]
@@ -353,7 +365,8 @@ def _max_in_groups(values: dict[str, jax.Array], axes_of: dict[str, Axes]) -> di
 
 
 def largest_along(x: jax.Array, dims: tuple[int, ...] | None) -> jax.Array:
-    """Returns the largest magnitude along `dims` (None: of all), float32; kept as dimensions of size 1.
+    """Returns the largest magnitude along `dims` (None: of all), float32;
+    kept as dimensions of size 1.
 
     NaN counts as infinity: XLA:CPU's maximum drops it, and integers have no NaN to carry it on.
     """
@@ -364,8 +377,8 @@ def largest_along(x: jax.Array, dims: tuple[int, ...] | None) -> jax.Array:
 def quantise(x: jax.Array, amax: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Returns `x` in a low-precision format and the float32 scale that takes it back.
 
-    fp8 is scaled by the largest power of two that takes `amax` into its range. A zero gives a finite power; infinities
-    and NaN stay so.
+    fp8 is scaled by the largest power of two that takes `amax` into its range. A zero gives a
+    finite power; infinities and NaN stay so.
     """
     if dtype == "int8":
         # One division per row instead of one per element. A row of zeros stays zero.
@@ -385,7 +398,8 @@ def quantise(x: jax.Array, amax: jax.Array, dtype: str) -> tuple[jax.Array, jax.
 def _product(
     a: jax.Array, b: jax.Array, dims: tuple[int, int], dtype: Any, *scales: jax.Array
 ) -> jax.Array:
-    """Contracts one dimension of each, accumulating in int32 or float32, and multiplies by the operands' scales.
+    """Contracts one dimension of each, accumulating in int32 or float32,
+    and multiplies by the operands' scales.
 
     The product of fp8 operands is in `dtype`: powers of two scale it without rounding it again.
     """
@@ -407,7 +421,8 @@ _Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def _multiply(
     x_TD: jax.Array, w_DF: jax.Array, w_scale: jax.Array, carrier_DF: jax.Array, plan: WeightPlan
 ) -> jax.Array:
-    """Multiplies activations by a quantised weight; `carrier_DF` takes the gradient of the weight."""
+    """Multiplies activations by a quantised weight;
+    `carrier_DF` takes the gradient of the weight."""
     return _multiply_fwd(x_TD, w_DF, w_scale, carrier_DF, plan)[0]
 
 
@@ -417,7 +432,8 @@ def _multiply_fwd(
     with jax.named_scope(SCOPE):
         q_TD, x_scale = _quantise_activations(x_TD, plan.recipe.operand, plan, 1, plan.in_axes)
         y_TF = _product(q_TD, w_DF, (1, 0), x_TD.dtype, x_scale, w_scale)
-    # The quantised activation is kept for the backward pass: half the bytes, and one quantisation for two products.
+    # The quantised activation is kept for the backward pass: half the bytes,
+    # and one quantisation for two products.
     return y_TF, (q_TD, x_scale, w_DF, w_scale)
 
 
@@ -431,8 +447,9 @@ def _multiply_bwd(
             q_TF, g_scale = quantise(g_TF, largest_along(g_TF, None), recipe.gradient)
             g_x_TD = _product(q_TF, w_DF, (1, 1), dtype, g_scale * w_scale)
             return g_x_TD, None, None, _product(q_TD, q_TF, (0, 0), dtype, g_scale * x_scale)
-        # Scales along a contracted dimension cannot multiply the result. They multiply the gradient before it is
-        # quantised, so that weight and activation are quantised once and serve two products each.
+        # Scales along a contracted dimension cannot multiply the result. They multiply the gradient
+        # before it is quantised, so that weight and activation are quantised once and serve two
+        # products each.
         wide = jnp.float32 if recipe.gradient == "int8" else dtype
         scaled_TF = g_TF.astype(wide) * w_scale.astype(wide)
         q_TF, g_scale = _quantise_activations(scaled_TF, recipe.gradient, plan, 1, plan.out_axes)
@@ -441,9 +458,10 @@ def _multiply_bwd(
         q_TF, g_scale = _quantise_activations(scaled_TF, recipe.gradient, plan, 0, TOKEN_AXES)
         left, dim = q_TD, 0
         if recipe.operand == "int8":
-            # A v5p multiplies int8 at the speed of bfloat16 where the rows of the left operand are contracted: for
-            # 8192 x 4096 and 8192 x 14336 its compiler estimates 2.13 ms, and 1.07 ms with the left operand transposed
-            # in memory. Without the layout XLA relabels the dimensions instead.
+            # A v5p multiplies int8 at the speed of bfloat16 where the rows of the left operand are
+            # contracted: for 8192 x 4096 and 8192 x 14336 its compiler estimates 2.13 ms, and 1.07
+            # ms with the left operand transposed in memory. Without the layout XLA relabels the
+            # dimensions instead.
             left, dim = with_layout_constraint(q_TD.T, Layout(major_to_minor=(0, 1))), 1
         return g_x_TD, None, None, _product(left, q_TF, (dim, 0), dtype, g_scale)
 
@@ -454,10 +472,12 @@ _multiply.defvjp(_multiply_fwd, _multiply_bwd)
 def quantises_experts(
     name: str, grouped: GroupedMatmul | None, machine: Machine, capacity: bool
 ) -> bool:
-    """Whether the grouped matmuls of experts are in low precision; elsewhere they stay in the compute dtype.
+    """Whether the grouped matmuls of experts are in low precision;
+    elsewhere they stay in the compute dtype.
 
-    name: matmul precision of the run.  grouped: its grouped matmul; None for a model without experts.  capacity:
-    whether experts are dispatched with a capacity, whose products are not grouped.
+    name: matmul precision of the run.
+    grouped: its grouped matmul; None for a model without experts. capacity: whether experts are
+    dispatched with a capacity, whose products are not grouped.
     """
     if name == "compute" or grouped is None or grouped.float8 is None or capacity:
         return False
@@ -472,14 +492,15 @@ class Rows(NamedTuple):
     values: jax.Array
     """[R, D] in the compute dtype; the gradients are of these."""
     rounded: tuple[jax.Array, jax.Array] | None = None
-    """The same numbers as float8 [R, D] and float32 scales [R, 1], where they are rounded so: what is sent, and what
-    products in low precision read."""
+    """The same numbers as float8 [R, D] and float32 scales [R, 1], where they are rounded so: what
+    is sent, and what products in low precision read."""
 
 
 def with_low_precision(
     grouped: GroupedMatmul,
 ) -> Callable[[jax.Array | Rows, Any, jax.Array], tuple[jax.Array, ...]]:
-    """Returns the grouped matmul with products in low precision for weights that are gathered so."""
+    """Returns the grouped matmul with products in low precision for weights
+    that are gathered so."""
     products = grouped.float8
     assert products is not None
 
@@ -510,7 +531,8 @@ def _multiply_groups(
     rows_E: jax.Array,
     products: GroupedProducts,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies the rows of each expert [R, K] by its quantised weights, each [E, K, N] with a scale [E, 1, 1].
+    """Multiplies the rows of each expert [R, K] by its quantised weights, each [E, K, N]
+    with a scale [E, 1, 1].
 
     Rounded rows are read as they are. carriers: take the gradients of the weights.
     """
@@ -551,7 +573,8 @@ def _multiply_groups_bwd(
         for w, scale_R1, g_RN in zip(weights, scales_R1, g, strict=True):
             q_RN, g_scale = quantise(g_RN, largest_along(g_RN, (1,)), GROUPED_FORMAT)
             g_rows = products.rows(q_RN, w, rows_E, g_RN.dtype, g_scale * scale_R1, g_rows)
-            # The scales of rows lie along the contracted dimension: they multiply the gradient before it is quantised.
+            # The scales of rows lie along the contracted dimension: they multiply the
+            # gradient before it is quantised.
             scaled = g_RN * x_scale.astype(g_RN.dtype)
             q_RN, g_scale = quantise(scaled, largest_along(scaled, (0,)), GROUPED_FORMAT)
             g_weights.append(products.groups(q_RK, q_RN, rows_E, g_RN.dtype, g_scale))
@@ -564,7 +587,8 @@ _multiply_groups.defvjp(_multiply_groups_fwd, _multiply_groups_bwd)
 def _quantise_activations(
     x: jax.Array, dtype: str, plan: WeightPlan, dim: int, axes: Axes
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantises activations or gradients, with one scale for all or one for each index other than along `dim`.
+    """Quantises activations or gradients, with one scale for all or one
+    for each index other than along `dim`.
 
     axes: mesh axes that split `dim`.
     """
@@ -576,7 +600,8 @@ def _quantise_activations(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _multiply_in_blocks(x_TD: jax.Array, w_DF: jax.Array, plan: WeightPlan) -> jax.Array:
-    """Multiplies activations by a weight, both quantised in MX blocks along the contracted dimension."""
+    """Multiplies activations by a weight, both quantised
+    in MX blocks along the contracted dimension."""
     with jax.named_scope(SCOPE):
         return _block_product(x_TD, w_DF.T, plan.recipe, "operand", "operand")
 

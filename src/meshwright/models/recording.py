@@ -1,8 +1,10 @@
-"""Recording of a step's named tensors, forward and backward, in the order of computation, on any mesh.
+"""Recording of a step's named tensors, forward and backward, in the order of computation,
+on any mesh.
 
-The step that is recorded is the step that trains: the same layer functions, scans, collectives and pipeline. A tap is
-the identity with a name. Where the `Execution` has a recorder, a tap sends its tensor to the host as it is computed, and
-the tensor's gradient as the backward pass computes it; without one, a tap adds nothing to the program.
+The step that is recorded is the step that trains: the same layer functions, scans, collectives and
+pipeline. A tap is the identity with a name. Where the `Execution` has a recorder, a tap sends its
+tensor to the host as it is computed, and the tensor's gradient as the backward pass computes it;
+without one, a tap adds nothing to the program.
 
               embedding
     layer 0   input -> attention input -> attention heads -> attention output -> attention residual
@@ -11,11 +13,13 @@ the tensor's gradient as the backward pass computes it; without one, a tap adds 
     layer 1   input -> ...
               final norm -> log-sum-exp of the logits, token loss
 
-    gradients of the same tensors from the last to the first, and after those of a layer its parameters' gradients
+    gradients of the same tensors from the last to the first,
+    and after those of a layer its parameters' gradients
 
-A tensor arrives in pieces: a device sends what it has with the indices of its sequences in the global batch, its
-positions, and its place in the mesh. So the pieces of any mesh, pipeline schedule and number of microbatches make the
-same global tensor, and a piece tells which device computed it. `step.recorded_step.record_step` records a step.
+A tensor arrives in pieces: a device sends what it has with the indices of its sequences in the
+global batch, its positions, and its place in the mesh. So the pieces of any mesh, pipeline schedule
+and number of microbatches make the same global tensor, and a piece tells which device computed it.
+`step.recorded_step.record_step` records a step.
 """
 
 import dataclasses
@@ -56,7 +60,8 @@ _BEFORE_LAYERS = (EMBEDDING, "embed", "positions")
 _AFTER_LAYERS = (FINAL_NORM, LOG_SUM_EXP, TOKEN_LOSS)
 
 Pass = Literal["forward", "backward", "parameters"]
-"""Where a tensor is computed: an activation, the gradient of an activation, the gradient of a parameter."""
+"""Where a tensor is computed: an activation, the gradient of an activation, the gradient
+of a parameter."""
 PASSES: tuple[Pass, ...] = ("forward", "backward", "parameters")
 Measure = Callable[[jax.Array], jax.Array]
 """`x [B, T, ...] -> what is sent of it`, computed on the device."""
@@ -76,7 +81,8 @@ class TensorName(NamedTuple):
 
     @property
     def row(self) -> tuple[int, int]:
-        """Where the tensor is in the forward pass: before the layers (0, -1), in a layer (1, layer), or after (2, -1)."""
+        """Where the tensor is in the forward pass: before the layers (0, -1), in a layer (1,
+        layer), or after (2, -1)."""
         if self.layer is not None:
             return 1, self.layer
         return (0, -1) if self.name in _BEFORE_LAYERS else (2, -1)
@@ -132,12 +138,14 @@ class Recorder:
             self._received.clear()
 
     def receive(self, of: Pass, name: str, split: str | None, *arrays: Any) -> None:
-        """Keeps a piece as it arrives; it is read after the step, since reading it here may wait for this device."""
+        """Keeps a piece as it arrives;
+        it is read after the step, since reading it here may wait for this device."""
         with self._lock:
             self._received.append((of, name, split, arrays))
 
     def pieces(self) -> dict[TensorName, list[Piece]]:
-        """Returns the pieces of each tensor in the order of computation; call it after the step has ended."""
+        """Returns the pieces of each tensor in the order of computation;
+        call it after the step has ended."""
         jax.effects_barrier()
         found: dict[TensorName, list[Piece]] = {}
         for of, name, split, arrays in self._received:
@@ -154,7 +162,8 @@ class Recorder:
 
 @dataclasses.dataclass(frozen=True)
 class Tap:
-    """A recorder at a place of the forward pass: which tokens are there, in which layer, and whether they count."""
+    """A recorder at a place of the forward pass: which tokens are there,
+    in which layer, and whether they count."""
 
     recorder: Recorder
     sequences_B: Any = None
@@ -163,10 +172,12 @@ class Tap:
     layer: Any = -1
     """Index of the layer; -1 outside of the layers."""
     counts: Any = True
-    """Whether what is computed counts; a pipeline's stage without a task may compute with the others."""
+    """Whether what is computed counts;
+    a pipeline's stage without a task may compute with the others."""
 
     def of_tokens(self, dropout: "Dropout") -> "Tap":
-        """Returns the tap for the tokens of a microbatch, which dropout counts by global index too."""
+        """Returns the tap for the tokens of a microbatch,
+        which dropout counts by global index too."""
         return dataclasses.replace(
             self, sequences_B=dropout.sequences_B, positions_T=dropout.positions_T
         )
@@ -189,8 +200,8 @@ class Tap:
     ) -> jax.Array:
         """Returns x [B, T, ...], and records it.
 
-        split: mesh axis that splits dimension 2.  partial: axes over which x's gradient is a partial sum, which is
-        summed to be recorded.
+        split: mesh axis that splits dimension 2.
+        partial: axes over which x's gradient is a partial sum, which is summed to be recorded.
         """
         if self.sequences_B is None:
             return x

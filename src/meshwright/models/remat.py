@@ -1,7 +1,9 @@
-"""Rematerialisation (activation checkpointing): which activations the backward pass reads, and which it recomputes.
+"""Rematerialisation (activation checkpointing): which activations the backward pass reads,
+and which it recomputes.
 
-A model names its activations with `jax.ad_checkpoint.checkpoint_name`; a policy lists the names that are saved on the
-device or offloaded to host memory. Everything else is recomputed, layer by layer.
+A model names its activations with `jax.ad_checkpoint.checkpoint_name`; a policy lists the names
+that are saved on the device or offloaded to host memory. Everything else is recomputed, layer by
+layer.
 """
 
 import dataclasses
@@ -26,9 +28,11 @@ ATTN_OUT = "attention output"
 FFN_HIDDEN = "feed-forward hidden"
 """Name of the outputs of the feed-forward's first matmuls (gate and up)."""
 ATTN_LSE = "attention log-sum-exp"
-"""Name of the log-sum-exp that a fused kernel saves with its output: a float32 per head and token, never offloaded."""
+"""Name of the log-sum-exp that a fused kernel saves with its output: a float32 per head
+and token, never offloaded."""
 ATTN_SCORES = "attention scores"
-"""Attention scores [B, N, T, S]. They have no checkpoint name: the kernel decides whether they are saved."""
+"""Attention scores [B, N, T, S]. They have no checkpoint name: the kernel decides whether they
+are saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,8 @@ class RematPolicy:
 
     @property
     def begins_inside(self) -> bool:
-        """Whether a layer's backward pass begins with its feed-forward half: it recomputes nothing before that."""
+        """Whether a layer's backward pass begins with its feed-forward half: it recomputes
+        nothing before that."""
         return self.saved is not None and ATTN_RESIDUAL in self.saved
 
     @property
@@ -63,7 +68,8 @@ class RematPolicy:
         return policies.save_only_these_names(*self.saved)
 
 
-# In the order of what they recompute. A layer's input is the loop's carry: it is saved, unless it is offloaded.
+# In the order of what they recompute.
+# A layer's input is the loop's carry: it is saved, unless it is offloaded.
 REMAT_POLICIES: dict[str, RematPolicy] = {
     "none": RematPolicy(None),
     "attention": RematPolicy(None, dropped=(ATTN_SCORES,)),
@@ -86,15 +92,18 @@ def save_as_it_is(x_BTF: jax.Array) -> jax.Array:
 
 
 def save_tokens_last(x_BTF: jax.Array) -> jax.Array:
-    """Names it too, and keeps it with tokens last in memory: so v6e's gradients of weights read it (docs/log.md)."""
+    """Names it too, and keeps it with tokens last in memory: so v6e's gradients
+    of weights read it (docs/log.md)."""
     return jnp.swapaxes(checkpoint_name(row_major(jnp.swapaxes(x_BTF, -1, -2)), FFN_HIDDEN), -1, -2)
 
 
 def recomputed[**P, R](elementwise: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function of elementwise operations so that its inputs are saved for the backward pass, and no more.
+    """Decorates a function of elementwise operations so that its inputs are saved
+    for the backward pass, and no more.
 
-    Without it, policies that save everything also save each float32 intermediate: for SwiGLU's product 6 arrays of the
-    hidden width instead of 2. Reading the inputs again costs less than writing and reading the intermediates.
+    Without it, policies that save everything also save each float32 intermediate: for SwiGLU's
+    product 6 arrays of the hidden width instead of 2. Reading the inputs again costs less than
+    writing and reading the intermediates.
     """
     return jax.checkpoint(elementwise, prevent_cse=False)
 
@@ -104,10 +113,11 @@ def checkpoint_layer(
 ) -> Callable[..., Any]:
     """Returns `layer(x, ...)` with the remat policy applied; it must run inside a scan.
 
-    prevent_cse: needed where the scan has one iteration, which XLA inlines and then merges recomputation and forward
-    pass, and where its body has other layers: the backward pass would recompute them all before it needs the first.
-    saves_weights: whether a policy that saves everything saves weights as the layer reads them; if not, it saves what
-    depends on `x` (`saving_activations_only`).
+    prevent_cse: needed where the scan has one iteration, which XLA inlines and then merges
+    recomputation and forward pass, and where its body has other layers: the backward pass would
+    recompute them all before it needs the first.
+    saves_weights: whether a policy that saves everything saves weights as the layer reads them; if
+    not, it saves what depends on `x` (`saving_activations_only`).
     """
     policy = REMAT_POLICIES[remat].policy
     if policy is None and not saves_weights:

@@ -1,8 +1,10 @@
-"""Counters of a machine: what one is, which there are, from which value each is a warning, and what to do then.
+"""Counters of a machine: what one is, which there are, from which value each is a warning,
+and what to do then.
 
-A *count* only grows (errors of a link): its increase within an hour is judged. A *level* goes up and down (a
-temperature margin): its value is judged, in several readings where one may be chance. A *rate* is a count that is never
-quite 0 on a healthy machine (retransmitted segments): it is judged against its own earlier rate.
+A *count* only grows (errors of a link): its increase within an hour is judged. A *level* goes up
+and down (a temperature margin): its value is judged, in several readings where one may be chance. A
+*rate* is a count that is never quite 0 on a healthy machine (retransmitted segments): it is judged
+against its own earlier rate.
 """
 
 import dataclasses
@@ -31,7 +33,8 @@ class Source(Protocol):
 
 
 class NotThere(Exception):
-    """A machine has no such interface; its text names the package or permission that is missing, if one is.
+    """A machine has no such interface;
+    its text names the package or permission that is missing, if one is.
 
     It is empty on a machine without such hardware.
     """
@@ -42,8 +45,8 @@ class Rule:
     """When a counter is a warning, and what to do then."""
 
     kind: Literal["count", "level", "low level", "below others", "rate", "shown"]
-    """`low level`: a warning at or below the limit. `below others`: the limit is a share of the median of the same counter
-    of all parts. `shown`: never a warning."""
+    """`low level`: a warning at or below the limit. `below others`: the limit is a share of the
+    median of the same counter of all parts. `shown`: never a warning."""
     limit: float = 0.0
     """Increase in an hour (count, rate) or value (level) from which it is one."""
     advice: str = ""
@@ -105,12 +108,13 @@ RULES: dict[str, Rule] = {
     "open files": Rule("level", 80, "a higher limit: ulimit -n", 3, "% of the limit"),
     "free disk": Rule("low level", 5, "make room, or another --out", 3, "%"),
 }
-"""Judgement of every counter, by its name. Limits are ours where no comment gives a source: high enough that a clean
-run of weeks meets none, as far as the public reports of runs tell."""
+"""Judgement of every counter, by its name. Limits are ours where no comment gives a source: high
+enough that a clean run of weeks meets none, as far as the public reports of runs tell."""
 
 XID_ADVICE = {
     13: "the program, or the GPU's memory: run it once more elsewhere",
-    31: "the program addressed memory that it does not have; another GPU shows whether it is the program",
+    31: "the program addressed memory that it does not have; another GPU shows whether it is the "
+    "program",
     48: "an uncorrectable memory error: reset the GPU, and replace it where it comes again",
     63: "a row was remapped: reset the GPU when the run has ended",
     64: "a row could not be remapped: replace the GPU",
@@ -126,7 +130,8 @@ XID_ADVICE = {
 
 
 def rule_of(name: str) -> Rule:
-    """Returns the rule of a counter: `Xid 79` has that of Xid errors with the advice of its number."""
+    """Returns the rule of a counter: `Xid 79` has that of Xid errors with the advice
+    of its number."""
     family, _, number = name.partition(" ")
     if family == "Xid" and number.isdigit():
         rule = RULES["Xid errors"]

@@ -45,7 +45,8 @@ class Warning:
     value: float
     """Increase of a count or rate, or a level."""
     text: str
-    """Part, value, and what to do: `GPU 3 (...), NVLink 14: 505 NVLink recoveries in 60 min: cordon ...`."""
+    """Part, value, and what to do: `GPU 3 (...), NVLink 14: 505 NVLink recoveries in 60 min: cordon
+    ...`."""
 
 
 class History:
@@ -57,7 +58,8 @@ class History:
         """Time and value of the last warning of each counter."""
 
     def add(self, at: float, counters: Iterable[Counter]) -> list[Warning]:
-        """Adds a reading; returns what is a warning in it and was not in the last hour, or has grown tenfold."""
+        """Adds a reading; returns what is a warning in it and was not in the last hour,
+        or has grown tenfold."""
         values = {(counter.part, counter.name): counter.value for counter in counters}
         self._readings.append(Reading(at, values))
         while self._readings[0].at < at - HOUR:
@@ -96,7 +98,8 @@ class History:
                 yield Warning(part, name, value, f"{part}: {summary}: {rule.advice}")
 
     def _below_others(self, rule: Rule, part: str, name: str) -> Iterator[Warning]:
-        """Compares a part with the median of all in each of the last readings: the slowest sets the pace of all."""
+        """Compares a part with the median of all in each
+        of the last readings: the slowest sets the pace of all."""
         shares: list[float] = []
         for reading in list(self._readings)[-rule.readings :]:
             values = [value for (_, counter), value in reading.values.items() if counter == name]
@@ -127,7 +130,8 @@ def _judge(
 
 
 def level_warning(counter: Counter) -> str:
-    """Returns the summary of a level that is beyond its limit in one reading; empty for any other counter."""
+    """Returns the summary of a level that is beyond its limit in one reading;
+    empty for any other counter."""
     rule = rule_of(counter.name)
     is_high = rule.kind == "level" and counter.value >= rule.limit
     is_low = rule.kind == "low level" and counter.value <= rule.limit

@@ -27,11 +27,13 @@ _RDMA = {
 
 
 _CONTAINER = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Files with the most bytes that the processes of a container may have, of both versions of cgroups."""
+"""Files with the most bytes that the processes of a container may have,
+of both versions of cgroups."""
 
 
 def open_host(folder: Path | None) -> "HostCounters":
-    """Opens the counters of this host. folder: on the disk to watch; None watches none. Raises NotThere."""
+    """Opens the counters of this host. folder: on the disk to watch; None watches none.
+    Raises NotThere."""
     if not Path("/proc/meminfo").exists():
         raise NotThere
     return HostCounters(folder)
@@ -48,7 +50,8 @@ class HostCounters:
         self._root = root
 
     def read(self) -> Iterator[Counter]:
-        """Reads every counter. A file that is not there, or that this user may not read, is left out."""
+        """Reads every counter. A file that is not there,
+        or that this user may not read, is left out."""
         yield from self._read_interfaces()
         yield from self._read_adapters()
         yield from self._read_tcp()
@@ -58,7 +61,8 @@ class HostCounters:
             yield from _read_disk(self._folder)
 
     def _read_interfaces(self) -> Iterator[Counter]:
-        """Reads the network interfaces that have a device: not the loopback, bridges and tunnels."""
+        """Reads the network interfaces that have a device: not the loopback, bridges
+        and tunnels."""
         for interface in sorted(self._root.glob("sys/class/net/*")):
             if (interface / "device").exists():
                 yield from _read_files(interface, f"interface {interface.name}", _INTERFACE)
@@ -96,7 +100,8 @@ class HostCounters:
 
 
 def process_memory(root: Path = Path("/")) -> tuple[float, float] | None:
-    """Returns the most bytes that this process has had in memory, and those of its host; None where Linux does not say.
+    """Returns the most bytes that this process has had in memory, and those of its host;
+    None where Linux does not say.
 
     The host is the container where that has a limit. root: below which /proc and /sys lie.
     """

@@ -51,7 +51,8 @@ class NvidiaCounters:
             yield from self._read_links(part, handle)
 
     def _describe(self, index: int, handle: Any, bus: str) -> str:
-        """Names a GPU so that it can be found in a rack: `GPU 3 (NVIDIA H100, serial 1650, 0000:5D:00.0)`."""
+        """Names a GPU so that it can be found in a rack: `GPU 3 (NVIDIA H100, serial 1650,
+        0000:5D:00.0)`."""
         name = _text(self._nvml.nvmlDeviceGetName(handle))
         serial = self._ask("nvmlDeviceGetSerial", handle)
         identity = [name, bus]
@@ -60,7 +61,8 @@ class NvidiaCounters:
         return f"GPU {index} ({', '.join(identity)})"
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Returns what a function of NVML answers; None where the device or the driver has no such thing."""
+        """Returns what a function of NVML answers;
+        None where the device or the driver has no such thing."""
         try:
             return getattr(self._nvml, function)(*arguments)
         except (AttributeError, self._nvml.NVMLError):
@@ -145,7 +147,8 @@ class NvidiaCounters:
         yield Counter(part, "slowed by power", float(bool(reasons & brake)))
 
     def _read_links(self, part: str, handle: Any) -> Iterator[Counter]:
-        """Reads the errors of each NVLink, and how many links are down on a GPU that has some up."""
+        """Reads the errors of each NVLink,
+        and how many links are down on a GPU that has some up."""
         nvml = self._nvml
         up = 0
         down = 0
@@ -163,7 +166,8 @@ class NvidiaCounters:
             yield Counter(part, "NVLinks down", down)
 
     def _link_errors(self, handle: Any, link: int) -> Iterator[tuple[str, float]]:
-        """Yields the errors of a link. Recoveries of NVLink 5 are a field, earlier ones a counter."""
+        """Yields the errors of a link.
+        Recoveries of NVLink 5 are a field, earlier ones a counter."""
         nvml = self._nvml
         recoveries = self._ask(
             "nvmlDeviceGetNvLinkErrorCounter", handle, link, nvml.NVML_NVLINK_ERROR_DL_RECOVERY

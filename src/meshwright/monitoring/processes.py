@@ -29,7 +29,8 @@ NAME = "processes.json"
 PERIOD = 10.0
 """Seconds between two rows of a process, and between two writes of the table."""
 _BUCKET_PERIOD = 60.0
-"""Seconds between two writes of the table into a bucket, where each is a request that is paid for."""
+"""Seconds between two writes of the table into a bucket,
+where each is a request that is paid for."""
 _LAST = 5.0
 """Seconds that the end of a run waits for the last table."""
 _FOLDER = "meshwright/processes"
@@ -60,7 +61,8 @@ def read_row(phases: Phases, beat: int) -> dict[str, Any]:
 
 
 def _read_device(device: Any) -> dict[str, Any]:
-    """Returns the most bytes that a device has had in use, and those that JAX may use of it; null on a CPU."""
+    """Returns the most bytes that a device has had in use, and those that JAX may use of it;
+    null on a CPU."""
     stats: dict[str, int] = {}
     with contextlib.suppress(jax.errors.JaxRuntimeError, NotImplementedError):
         stats = device.memory_stats() or {}
@@ -111,7 +113,8 @@ class _Table:
             self._client.key_value_set(f"{_FOLDER}/{row['process']}", json.dumps(row), True)
 
     def write(self) -> None:
-        """Writes the table. A disk without room, or a folder that is gone, loses it: the run is not about it."""
+        """Writes the table. A disk without room,
+        or a folder that is gone, loses it: the run is not about it."""
         if self._client is not None:
             self._gather(time.time())
         rows = [self._rows[process] for process in sorted(self._rows)]
@@ -121,7 +124,8 @@ class _Table:
             write_atomically(self._file, json.dumps(table) + "\n")
 
     def _gather(self, now: float) -> None:
-        """Reads the rows of all. Each gets the time, by the clock of process 0, at which it was first seen."""
+        """Reads the rows of all.
+        Each gets the time, by the clock of process 0, at which it was first seen."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             for _, text in self._client.key_value_dir_get(f"{_FOLDER}/"):
                 row = json.loads(text)
@@ -134,10 +138,11 @@ class _Table:
 def keeping_processes(
     out: Path, phases: Phases, client: Any, check: Callable[[str], None]
 ) -> Iterator[None]:
-    """Publishes what this process does while the context is open; process 0 writes the table of all.
+    """Publishes what this process does while the context is open;
+    process 0 writes the table of all.
 
-    client: of the key-value store; None in a run of one process.  check: raises where the path leads to another
-    folder than the run has opened.
+    client: of the key-value store; None in a run of one process.
+    check: raises where the path leads to another folder than the run has opened.
     """
     table = _Table(out, phases, client, check)
     thread = threading.Thread(target=table.run, daemon=True, name="table of the processes")

@@ -10,7 +10,8 @@ from meshwright.monitoring.counters import Counter, NotThere
 _METRICS = {"ici_link_health": "ICI link health", "tpu_throttle_score": "throttle score"}
 """Metric of libtpu -> counter."""
 _ROW = re.compile(r"(?:(?P<part>.+):)?\s*(?P<value>\d+(?:\.\d+)?)")
-"""Value of a metric: `tray1.chip3.ici0.int: 0` of a link, `0` of the chip with the index of the row."""
+"""Value of a metric: `tray1.chip3.ici0.int: 0` of a link, `0` of the chip with the index
+of the row."""
 
 
 def open_tpu() -> "TpuCounters":
@@ -36,7 +37,8 @@ class TpuCounters:
         self._metrics = {metric: name for metric, name in _METRICS.items() if metric in supported}
 
     def read(self) -> Iterator[Counter]:
-        """Reads every metric. One that libtpu cannot give now, as before a program runs, is left out."""
+        """Reads every metric. One that libtpu cannot give now,
+        as before a program runs, is left out."""
         for metric, name in self._metrics.items():
             try:
                 rows = self._monitoring.get_metric(metric).data()

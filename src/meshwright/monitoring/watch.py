@@ -1,7 +1,8 @@
-"""Watch of the machines of a run: a thread of one process on each host reads the counters once a minute.
+"""Watch of the machines of a run: a thread of one process
+on each host reads the counters once a minute.
 
 host 0   process 0 --- read --- warnings --> events.jsonl, console
-host 1   process 8 --- read --- warnings --> key-value store --> process 0, and the console of its host
+host 1   process 8 --- read --- warnings --> key-value store --> process 0; console of its host
 """
 
 import contextlib
@@ -36,7 +37,8 @@ Record = Callable[..., None]
 def open_sources(out: Path) -> tuple[list[Source], dict[str, str]]:
     """Opens every interface that this host has.
 
-    Returns them, and what is missing of those whose hardware is here. out: folder whose disk is watched.
+    Returns them, and what is missing of those whose hardware is here.
+    out: folder whose disk is watched.
     """
     folder = None if in_bucket(out) else out
     openers: dict[str, Callable[[], Source]] = {
@@ -72,7 +74,8 @@ class MachineWatch:
 
     @contextlib.contextmanager
     def running(self, period: float) -> Iterator[None]:
-        """Reads at once and then every `period` seconds while the context is open; keeps the last where it fails."""
+        """Reads at once and then every `period` seconds while the context is open;
+        keeps the last where it fails."""
         thread = threading.Thread(
             target=self._run, args=(period,), daemon=True, name="counters of the machine"
         )
@@ -100,7 +103,8 @@ class MachineWatch:
             self._tell(warning)
 
     def keep(self) -> Path | None:
-        """Writes the readings of the last ten minutes below the output folder; None where it takes no file."""
+        """Writes the readings of the last ten minutes below the output folder;
+        None where it takes no file."""
         name = f"machine-process-{jax.process_index()}.json"
         readings = [
             {"time": round(at, 3), "counters": _by_part(values)}
@@ -121,7 +125,8 @@ _watches: list[MachineWatch] = []
 
 
 def keep_last_minutes() -> Path | None:
-    """Writes the last readings of this host, for the report of a failure; None where nothing is watched."""
+    """Writes the last readings of this host, for the report of a failure;
+    None where nothing is watched."""
     return _watches[-1].keep() if _watches else None
 
 
@@ -136,9 +141,11 @@ def _by_part(values: dict[tuple[str, str], float]) -> dict[str, dict[str, float]
 def watching_machines(
     out: Path, record: Record | None, client: Any, *, is_first_on_host: bool
 ) -> Iterator[None]:
-    """Watches the machine of this process, and in process 0 gathers what the others tell, while the context is open.
+    """Watches the machine of this process, and in process 0 gathers what the others tell,
+    while the context is open.
 
-    record: takes the events, in process 0.  client: of the key-value store; None in a run of one process.
+    record: takes the events, in process 0.
+    client: of the key-value store; None in a run of one process.
     """
     teller = _Teller(record, client)
     with contextlib.ExitStack() as stack:

@@ -1,1 +1,2 @@
-"""Planner: predicted memory, communication and step time of a run on any hardware, and a search over meshes."""
+"""Planner: predicted memory, communication and step time of a run on any hardware,
+and a search over meshes."""

@@ -1,4 +1,5 @@
-"""Price of an attention kernel: its matrix products, its rate, and the scores that it moves through HBM."""
+"""Price of an attention kernel: its matrix products, its rate,
+and the scores that it moves through HBM."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,14 +25,16 @@ class AttentionKernel:
     kernels: int = 1
     """Kernels of a forward pass."""
     keeps_scores: bool = False
-    """Whether its backward pass reads the scores of the forward pass, which some remat policies compute again."""
+    """Whether its backward pass reads the scores of the forward pass,
+    which some remat policies compute again."""
     speed: float = 1.0
     """Its rate over `rate`."""
     flops_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Rate of the forward and of the backward pass where its bundles are known, instead of `rate`; both of the products
-    that causal attention needs."""
+    """Rate of the forward and of the backward pass where its bundles are known, instead of `rate`;
+    both of the products that causal attention needs."""
     index_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """HBM bytes that it moves per score of an indexer, by pass: no kernel keeps those on the chip."""
+    """HBM bytes that it moves per score of an indexer,
+    by pass: no kernel keeps those on the chip."""
 
 
 def attention_kernel(settled: Settled, physics: Physics) -> AttentionKernel:
@@ -53,7 +56,8 @@ def attention_kernel(settled: Settled, physics: Physics) -> AttentionKernel:
 def _reference_kernel(
     kernel: AttentionKernel, settled: Settled, physics: Physics
 ) -> AttentionKernel:
-    """Returns the price of reference attention, which computes the scores of all pairs of query and key."""
+    """Returns the price of reference attention,
+    which computes the scores of all pairs of query and key."""
     attention = settled.layout.spec.attention
     seq = settled.run.training.seq
     computed = sum(a.heads * seq for a in attention)
@@ -71,7 +75,8 @@ def _bytes_of_scores(settled: Settled, physics: Physics) -> Mapping[str, tuple[f
 
 
 def rates_of_bundles(settled: Settled) -> dict[str, float]:
-    """Returns the rates of a kernel whose seconds are known by its bundles, by pass; empty for all others.
+    """Returns the rates of a kernel whose seconds are known by its bundles, by pass;
+    empty for all others.
 
         rate of a pass = FLOPs of its products in one head of one chunk / seconds of that head
 
@@ -92,7 +97,8 @@ def rates_of_bundles(settled: Settled) -> dict[str, float]:
 
 
 def visited_positions(attention: AttentionSpec, seq: int, block: int) -> float:
-    """Returns the key positions computed for a query in blocks of `block` queries and keys, on average.
+    """Returns the key positions computed for a query in blocks of `block` queries
+    and keys, on average.
 
     Causal attention over 4 blocks with a window of 2: x is computed, and - is skipped.
 
@@ -114,7 +120,8 @@ def visited_positions(attention: AttentionSpec, seq: int, block: int) -> float:
 def _score_bytes(settled: Settled, physics: Physics) -> dict[str, float]:
     """Returns the HBM bytes that blocked attention moves per visible score, by pass.
 
-        bytes = visited / visible * (bytes of a score + bytes of a query's element * head size / block)
+        bytes = visited / visible * (bytes of a score + bytes
+        of a query's element * head size / block)
 
     A block is computed as a whole, so all of its scores count, the masked ones included.
     """

@@ -1,4 +1,5 @@
-"""Seconds that one device computes for a microbatch, by pass and by the resource that bounds them."""
+"""Seconds that one device computes for a microbatch,
+by pass and by the resource that bounds them."""
 
 import dataclasses
 import functools
@@ -31,6 +32,7 @@ _HALF_OF_ROLE = {
     RECURRENCE: ATTENTION_HALF,
     "ffn_in": FEED_FORWARD_HALF,
     "ffn_out": FEED_FORWARD_HALF,
+    "expert_latent": FEED_FORWARD_HALF,
     "router": FEED_FORWARD_HALF,
 }
 """Half of a layer that has the matmuls of a role."""
@@ -46,7 +48,8 @@ class MatmulSeconds(NamedTuple):
 
 
 def matmul_seconds(m: Matmul, target: Target) -> MatmulSeconds:
-    """Returns the seconds of a matmul at the matrix unit's rate, and those of its bytes at the HBM's.
+    """Returns the seconds of a matmul at the matrix unit's rate,
+    and those of its bytes at the HBM's.
 
     compute = FLOPs / (peak * Efficiency.matmul * fraction of its shape)
     memory = bytes / (HBM bandwidth * Efficiency.hbm)
@@ -75,7 +78,8 @@ def shape_efficiency(
 ) -> float:
     """Returns the fraction of a large matmul's rate that [m, k] x [k, n] reaches.
 
-    multiprocessors: of a GPU; 0 on a TPU. groups: experts that share the m rows, 0 where all rows meet one weight.
+    multiprocessors: of a GPU; 0 on a TPU.
+    groups: experts that share the m rows, 0 where all rows meet one weight.
     """
     rows = m / max(1, groups)
     if multiprocessors:
@@ -90,7 +94,8 @@ def shape_efficiency(
 
 
 def _filled_tiles(rows: float, k: float, n: float, tile: int) -> float:
-    """Returns the fraction of a TPU's rate: whole tiles along K and N, and a start along each dimension."""
+    """Returns the fraction of a TPU's rate: whole tiles along K and N,
+    and a start along each dimension."""
     started = k / (k + tile)
     started *= rows / (rows + tile) * (n / (n + tile))
     return _filled(k, tile) * _filled(n, tile) * started
@@ -99,8 +104,9 @@ def _filled_tiles(rows: float, k: float, n: float, tile: int) -> float:
 def _filled_waves(rows: float, n: float, multiprocessors: int, groups: float) -> float:
     """Returns the fraction of a GPU's rate with the fastest size of tiles.
 
-    Each multiprocessor computes a tile of the result at a time, all of them in waves, of which the last is half full on
-    average. A tile of a x b loads a + b operands for a * b products, so small tiles are slower:
+    Each multiprocessor computes a tile of the result at a time, all of them in waves, of which the
+    last is half full on average. A tile of a x b loads a + b operands for a * b products, so small
+    tiles are slower:
 
         rate = full waves * filled tiles * (1 + r/128 + r/256) / (1 + r/a + r/b),  r = TILE_REUSE
     """
@@ -135,7 +141,8 @@ class Product(NamedTuple):
 
 
 def price_product(matmul: Matmul, target: Target, expert_rate: str | None = None) -> Product:
-    """Prices a matmul and its gradients. expert_rate: peak that experts run at; None keeps their own."""
+    """Prices a matmul and its gradients. expert_rate: peak that experts run at;
+    None keeps their own."""
     rated = matmul
     if matmul.groups and expert_rate:
         rated = dataclasses.replace(matmul, rate=expert_rate)
@@ -167,15 +174,18 @@ class Computation:
 
         matmul        the largest of FLOPs / rate, operands / HBM and launches, for each product
         attention     the largest of FLOPs / rate, scores / HBM and launches
-        elementwise   bytes / HBM of the residual stream, hidden features, attention by chunks, quantisation and sorting
+        elementwise   bytes / HBM of the residual stream, hidden features, attention by chunks,
+                      quantisation and sorting
 
-    It prices this package's step. A subclass with other properties prices a step that is carried out otherwise.
+    It prices this package's step.
+    A subclass with other properties prices a step that is carried out otherwise.
     """
 
     settled: Settled
     work: Work
     recomputed: frozenset[str]
-    """Roles of the products that the backward pass computes again; `scores` are those of attention."""
+    """Roles of the products that the backward pass computes again;
+    `scores` are those of attention."""
     target: Target
     physics: Physics = PHYSICS
 
@@ -208,7 +218,8 @@ class Computation:
 
     @functools.cached_property
     def low(self) -> LowPrecision | None:
-        """Low precision of experts and of what is quantised; None where experts stay in the compute dtype."""
+        """Low precision of experts and of what is quantised;
+        None where experts stay in the compute dtype."""
         return low_precision(self.settled) if self.settled.low_precision_experts else None
 
     @functools.cached_property
@@ -228,13 +239,14 @@ class Computation:
 
     @functools.cached_property
     def expert_input_quantisations(self) -> float:
-        """Times that an input of gate or up is quantised as a row of a buffer: rows are quantised before they are sent,
-        which `Work.quantised_inputs` counts."""
+        """Times that an input of gate or up is quantised as a row of a buffer: rows are quantised
+        before they are sent, which `Work.quantised_inputs` counts."""
         return 0.0
 
     @functools.cached_property
     def buffered(self) -> float:
-        """Rows of the experts' buffers over rows that are sent: this package's experts compute all of a buffer."""
+        """Rows of the experts' buffers over rows that are sent: this package's experts compute
+        all of a buffer."""
         sent = self.work.expert_tokens * self.work.experts
         if not sent:
             return 1.0
@@ -247,14 +259,16 @@ class Computation:
 
     @functools.cached_property
     def chunk_bytes(self) -> Mapping[str, float]:
-        """HBM bytes per query element, where attention of a split sequence is computed by pairs of chunks."""
+        """HBM bytes per query element, where attention of a split sequence is computed
+        by pairs of chunks."""
         if not self.on_gpu or self.settled.sequence.groups == 1 or self.kernel.score_bytes:
             return {}
         return self.physics.chunk_bytes.get(self.settled.run.training.context_strategy, {})
 
     @functools.cached_property
     def logit_passes(self) -> int:
-        """Forward passes of the unembedding: the backward pass computes logits again, a chunk at a time."""
+        """Forward passes of the unembedding: the backward pass computes logits again, a chunk
+        at a time."""
         if self.settled.layout.spec.trains_only_indexers:
             return 1
         preferences = self.settled.run.finetune.objective == "preferences"
@@ -262,10 +276,12 @@ class Computation:
 
     @functools.cached_property
     def copied_bytes(self) -> dict[str, float]:
-        """HBM bytes of a microbatch's weights, gradients and kept activations besides their matmuls, by pass.
+        """HBM bytes of a microbatch's weights, gradients
+        and kept activations besides their matmuls, by pass.
 
-        Cut out of its stack, a layer's weights are read, converted and written, those that are rounded already in a
-        byte each. A pipeline stage copies what it keeps into the slot of the microbatch, and out of it.
+        Cut out of its stack, a layer's weights are read, converted and written, those that are
+        rounded already in a byte each. A pipeline stage copies what it keeps into the slot of the
+        microbatch, and out of it.
         """
         placed = self.settled
         summed = self.summed_bytes
@@ -286,7 +302,8 @@ class Computation:
 
     @functools.cached_property
     def summed_bytes(self) -> float:
-        """HBM bytes of the sum of gradients over microbatches, which each of them reads and writes."""
+        """HBM bytes of the sum of gradients over microbatches,
+        which each of them reads and writes."""
         training = self.settled.run.training
         if training.microbatches == 1 and self.settled.layout.shape.stage == 1:
             return 0.0
@@ -341,7 +358,8 @@ class Computation:
         return total
 
     def _times(self, name: str) -> float:
-        """Returns how often a pass takes place: the reference model of preferences is one more forward pass."""
+        """Returns how often a pass takes place: the reference model
+        of preferences is one more forward pass."""
         preferences = self.settled.run.finetune.objective == "preferences"
         return 2.0 if preferences and name == "forward" else 1.0
 
@@ -370,7 +388,8 @@ class Computation:
         return [price_product(m, self.target, expert_rate) for m in self.work.matmuls]
 
     def _attention_seconds(self, name: str) -> tuple[float, float]:
-        """Returns the seconds of attention by its FLOPs, and by the scores that pass through HBM."""
+        """Returns the seconds of attention by its FLOPs,
+        and by the scores that pass through HBM."""
         passes = self._attention_passes(name)
         rate = self.kernel.flops_per_second.get(name)
         if rate is None:
@@ -386,7 +405,8 @@ class Computation:
         return (passes * self.work.attention + index_flops) / rate, scores
 
     def _index_work(self, name: str) -> tuple[float, float]:
-        """Returns the FLOPs and scores of indexers in a pass. No remat policy but that of everything keeps any."""
+        """Returns the FLOPs and scores of indexers in a pass.
+        No remat policy but that of everything keeps any."""
         indexers = self.work.indexers
         if name == "backward":
             return indexers.backward_flops, indexers.backward_scores
@@ -426,20 +446,23 @@ class Computation:
         return moved + self._sorting_bytes(name)
 
     def _residual_copies(self, name: str) -> float:
-        """Returns how often a pass reads or writes the residual stream of a layer with two halves."""
+        """Returns how often a pass reads or writes the residual stream of a layer
+        with two halves."""
         if self._recomputes_nothing(name) or self._is_without_gradients(name):
             return 0
         return self.physics.residual_copies[name]
 
     def _residual_bytes(self, name: str) -> float:
-        """Returns the bytes of norms, sums and rotations; of a wrapped loss what its backward pass reads."""
+        """Returns the bytes of norms, sums and rotations;
+        of a wrapped loss what its backward pass reads."""
         work = self.work
         residual = work.tokens * work.width * 2 * work.halves / 2 / self.residual_shards
         kept = 0.0 if name == "recomputation" else work.kept_bytes
         return self._residual_copies(name) * residual + kept
 
     def _hidden_bytes(self, name: str) -> float:
-        """Returns the bytes of the feed-forward's activation function, which TPUs fuse into matmuls."""
+        """Returns the bytes of the feed-forward's activation function,
+        which TPUs fuse into matmuls."""
         if not self.on_gpu:
             return 0.0
         if name == "recomputation" and "ffn_in" not in self.recomputed:
@@ -474,7 +497,8 @@ class Computation:
 
     @functools.cached_property
     def _quantised_elements(self) -> dict[str, float]:
-        """Elements that each pass quantises: inputs of dense matmuls and of experts, and their gradients."""
+        """Elements that each pass quantises: inputs of dense matmuls and of experts,
+        and their gradients."""
         inputs = self.work.quantised_inputs
         recomputed = 0.0 if self._recomputes_nothing("recomputation") else inputs
         gradients = self.quantised_gradients
@@ -490,11 +514,13 @@ class Computation:
 
     @functools.cached_property
     def unembedding_seconds(self) -> float:
-        """Seconds of a microbatch's logits, their loss and their gradients, which all pipeline stages share."""
+        """Seconds of a microbatch's logits, their loss and their gradients,
+        which all pipeline stages share."""
         return self.logit_seconds(self.work.unembedding)
 
     def logit_seconds(self, unembedding: Matmul) -> float:
-        """Returns the seconds of a microbatch's logits by one matmul, of their loss and of their gradients."""
+        """Returns the seconds of a microbatch's logits by one matmul,
+        of their loss and of their gradients."""
         if not unembedding.n:
             return 0.0
         if self.settled.run.finetune.method == "lora":  # a frozen table has no gradient

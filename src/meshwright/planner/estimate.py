@@ -1,9 +1,10 @@
 """A placed run on a machine, priced by arithmetic: seconds of a step and bytes of a device.
 
-Compute, HBM and links each take their time; communication that can overlap with computation is overlapped up to the
-fraction that the chip's `Efficiency` states. A pipeline's ticks come from its schedule table. Constants of the chip are
-peaks and achieved fractions (hardware/chips.toml) and latencies of links (hardware/interconnect.py); of the step its
-launches, its HBM traffic and what it overlaps (planner/physics.py).
+Compute, HBM and links each take their time; communication that can overlap with computation is
+overlapped up to the fraction that the chip's `Efficiency` states. A pipeline's ticks come from its
+schedule table. Constants of the chip are peaks and achieved fractions (hardware/chips.toml) and
+latencies of links (hardware/interconnect.py); of the step its launches, its HBM traffic and what it
+overlaps (planner/physics.py).
 
     compute.py        seconds of a pass over a microbatch, by resource
     traffic.py        collectives of a step;  overlap.py: their seconds, and those that are exposed
@@ -54,7 +55,8 @@ from meshwright.sharding.schedules import build_counts
 MATMULS, ATTENTION = "matmuls", "attention"
 OPERANDS, SCORES = "HBM: matmul operands", "HBM: attention scores"
 ELEMENTWISE, OPTIMIZER = "HBM: norms and activations", "HBM: optimizer"
-"""Resources that bound a step: the matrix unit by kind of work, HBM by what it moves. Others are links and waits."""
+"""Resources that bound a step: the matrix unit by kind of work, HBM by what it moves.
+Others are links and waits."""
 _COMPUTE, _HBM = (MATMULS, ATTENTION), (OPERANDS, SCORES, ELEMENTWISE, OPTIMIZER)
 _TOKEN_BYTES = 4
 """Bytes of a token that a device reads."""
@@ -92,7 +94,8 @@ class Estimate:
     model_flops: float
     """Model FLOPs of a step per device."""
     bounds: Mapping[str, float]
-    """Seconds of computation, recomputed included, by what bounds it: MATMULS, OPERANDS and so on."""
+    """Seconds of computation, recomputed included,
+    by what bounds it: MATMULS, OPERANDS and so on."""
     peak: float
     """Peak FLOP/s of the device."""
     tokens: int
@@ -137,8 +140,8 @@ class Estimate:
         largest = max(parts, key=lambda name: parts[name])
         text = (
             f"does not fit{_PHASE_NAMES[phase]}: {format_bytes(self.bytes_in(phase))} and "
-            f"{self.target.chip.fragmentation - 1:.0%} of fragmentation, of {format_bytes(self.hbm_bytes)}; "
-            f"{format_bytes(parts[largest])} of it {largest}"
+            f"{self.target.chip.fragmentation - 1:.0%} of fragmentation, of "
+            f"{format_bytes(self.hbm_bytes)}; {format_bytes(parts[largest])} of it {largest}"
         )
         return text if phase == "step" else f"{text}; a step needs {format_bytes(self.bytes)}"
 
@@ -159,7 +162,8 @@ class Estimate:
 
     @property
     def seconds_by_bound(self) -> dict[str, float]:
-        """Seconds of the step by what bounds them; they add up to `seconds`, except the input, which overlaps."""
+        """Seconds of the step by what bounds them;
+        they add up to `seconds`, except the input, which overlaps."""
         kinds = {**self.bounds, OPTIMIZER: self.parts["optimizer"]}
         kinds |= {"bubble": self.parts["bubble"], "host": self.parts["host"]}
         kinds |= {f"{axes} over {self.routes[axes]}": n for axes, n in self.exposed.items()}
@@ -169,9 +173,11 @@ class Estimate:
 
 
 def largest_bound(seconds: Mapping[str, float]) -> str:
-    """Names what takes most of a step: of matrix unit, HBM, each link and each wait the largest, then its kind.
+    """Names what takes most of a step: of matrix unit, HBM, each link
+    and each wait the largest, then its kind.
 
-    HBM is one resource: what moves through it is added before it is compared, and its largest kind is named.
+    HBM is one resource: what moves through it is added before it is compared,
+    and its largest kind is named.
     """
     groups: dict[str, tuple[str, ...]] = {
         kind: (kind,) for kind in seconds if kind not in (*_COMPUTE, *_HBM)
@@ -185,7 +191,8 @@ def largest_bound(seconds: Mapping[str, float]) -> str:
 class StepModel:
     """Parts that price a train step; this package's by default.
 
-    Whoever prices a step that is carried out otherwise passes other parts, as bench/foresight does for published steps.
+    Whoever prices a step that is carried out otherwise passes other parts,
+    as bench/foresight does for published steps.
     """
 
     physics: Physics = PHYSICS
@@ -212,7 +219,8 @@ def estimate(placed: PlacedRun, target: Target, step: StepModel = THIS_STEP) -> 
 def with_remat(
     placed: PlacedRun, remat: Remat, saved_layers: int = 0, stage_saves: StageSaves | None = None
 ) -> PlacedRun:
-    """Returns the placed run with another remat policy, on which no placement depends; `stage_saves` of None stays."""
+    """Returns the placed run with another remat policy, on which no placement depends;
+    `stage_saves` of None stays."""
     saves = stage_saves or placed.run.training.stage_saves
     training = training_with(
         placed.run.training, remat=remat, saved_layers=saved_layers, stage_saves=saves
@@ -222,7 +230,8 @@ def with_remat(
 
 @functools.lru_cache(maxsize=4096)
 def training_with(training: Training, **changes: Any) -> Training:
-    """Returns options of training with some changed. Searches repeat the same changes on thousands of meshes."""
+    """Returns options of training with some changed.
+    Searches repeat the same changes on thousands of meshes."""
     return dataclasses.replace(training, **changes)
 
 
@@ -238,7 +247,8 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
         name: mix(getattr(others, name), getattr(saving, name))
         for name in ("parts", "exposed", "busy", "bounds", "halves")
     }
-    # The layers that save are the first: their backward pass comes when the activations of the others are gone.
+    # The layers that save are the first: their backward pass comes when the activations
+    # of the others are gone.
     kept = fraction * saving.memory["activations"]
     both = {**others.memory, "activations": (1 - fraction) * others.memory["activations"] + kept}
     memory = max(
@@ -297,7 +307,8 @@ class _StepEstimate:
 
     @functools.cached_property
     def settled(self) -> Settled:
-        """The run with what follows from its machine. Raises ConfigError where the machine cannot do it."""
+        """The run with what follows from its machine.
+        Raises ConfigError where the machine cannot do it."""
         machine = machine_of_target(self.target, self.placed.layout.shape)
         precision = self.placed.run.training.matmul_precision
         if precision != "compute":
@@ -323,7 +334,11 @@ class _StepEstimate:
         """Roles that the backward pass computes again."""
         roles = recomputed_roles(self.placed.run.training.remat)
         if roles - {"scores"}:
-            return roles | self.work.outputs_read
+            roles |= self.work.outputs_read
+        # The gradient of the projection out of a latent reads the output of experts, saved with
+        # their hidden layer.
+        if self.work.expert_latent and "ffn_in" in roles:
+            roles |= {"ffn_out"}
         return roles
 
     @functools.cached_property
@@ -356,7 +371,8 @@ class _StepEstimate:
 
     @functools.cached_property
     def repeated(self) -> float:
-        """Seconds of the forward pass that a pipeline's backward task repeats from its saved input."""
+        """Seconds of the forward pass that a pipeline's backward task repeats
+        from its saved input."""
         if self.tasks is None or keeps_stages(self.placed):
             return 0.0
         return self.computation.passes["forward"].total
@@ -457,7 +473,8 @@ class _StepEstimate:
 
     @functools.cached_property
     def host(self) -> float:
-        """Seconds that a step waits for activations in the host's memory, to and from which all are sent."""
+        """Seconds that a step waits for activations in the host's memory,
+        to and from which all are sent."""
         sent = 2 * offloaded_bytes(self.placed, self.work) * self.microbatches
         computation = sum(seconds.total for seconds in self.computation.passes.values())
         computation += self.repeated
@@ -468,7 +485,8 @@ class _StepEstimate:
     def bounds(self) -> dict[str, float]:
         """Seconds of a step's computation by what bounds them.
 
-        Recomputation of a step is divided as that of a microbatch, and the pass that a backward task repeats.
+        Recomputation of a step is divided as that of a microbatch,
+        and the pass that a backward task repeats.
         """
         passes = {name: _seconds_by_bound(n) for name, n in self.computation.passes.items()}
         forward = passes["forward"]
@@ -487,7 +505,8 @@ class _StepEstimate:
 
     @functools.cached_property
     def halves(self) -> dict[str, float]:
-        """Seconds of the matmuls of each half of the layers in a step, recomputed as those of `bounds`.
+        """Seconds of the matmuls of each half of the layers in a step, recomputed
+        as those of `bounds`.
 
         Nothing of a wrapped model, whose layers are not known.
         """

@@ -1,4 +1,5 @@
-"""Explanations of a search: why other meshes lose, two plans side by side, what does not divide, what saves memory."""
+"""Explanations of a search: why other meshes lose, two plans side by side,
+what does not divide, what saves memory."""
 
 import dataclasses
 import math
@@ -14,6 +15,7 @@ from meshwright.planner.search import (
     Plan,
     SearchResult,
     check_size,
+    is_roomy,
     search,
     variants,
     with_open_choices,
@@ -43,7 +45,8 @@ class Alternative:
     axes: str
     """Mesh axes that the plan uses."""
     best: Plan
-    """Fastest of the plans with these axes that fit, or where none fits the one that needs least memory."""
+    """Fastest of the plans with these axes that fit,
+    or where none fits the one that needs least memory."""
     fits: bool
     """Whether `best` fits the memory."""
     reason: str
@@ -105,8 +108,8 @@ def explain_mesh(result: SearchResult, shape: MeshShape) -> str:
     rank = 1 + result.plans.index(best)
     e = best.estimate
     lines = [
-        f"{best.name}: {e.seconds:.3g} s per step, {e.mfu:.0%} MFU, {format_bytes(e.bytes)} per device; bound by "
-        f"{e.bound_by}; rank {rank} of {len(result.plans)}"
+        f"{best.name}: {e.seconds:.3g} s per step, {e.mfu:.0%} MFU, {format_bytes(e.bytes)} per "
+        f"device; bound by {e.bound_by}; rank {rank} of {len(result.plans)}"
     ]
     if str(e.axis_mapping):
         lines.append(f"  mesh axes: {e.axis_mapping}")
@@ -130,7 +133,8 @@ class Remedy:
 def memory_remedies(
     run: Run, target: Target, shape: MeshShape, over: float, phase: str = "step"
 ) -> list[Remedy]:
-    """Returns the three cheapest options that save `over` bytes per device, or where none does, that save anything.
+    """Returns the three cheapest options that save `over` bytes per device,
+    or where none does, that save anything.
 
     phase: of the training, in which the bytes are too many.
     """
@@ -148,7 +152,8 @@ def memory_remedies(
 
 
 def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
-    """Builds the error for a search without a plan that fits, with the plans that need least memory."""
+    """Builds the error for a search without a plan that fits,
+    with the plans that need least memory."""
     target = result.target
     if not result.too_large:
         everywhere = refusal_of_one_device(run)
@@ -210,7 +215,8 @@ def _in_a_line(reason: str) -> str:
 def _batch_that_is_planned(run: Run, target: Target) -> str | None:
     """Returns the option with the nearest batch that has a plan; None where no batch near has one.
 
-    Near are the batches that a part of the devices divides, one below and one above for each such part.
+    Near are the batches that a part of the devices divides, one below and one above
+    for each such part.
     """
     batch = run.training.batch
     near = set[int]()
@@ -228,10 +234,11 @@ def _odd_part(n: int) -> int:
 
 
 def nearest_batches(run: Run, target: Target) -> list[int]:
-    """Returns the batches next to that of the run which all devices divide; none where only powers of two are lacking.
+    """Returns the batches next to that of the run which all devices divide;
+    none where only powers of two are lacking.
 
-    A power of two that the batch lacks is left to `tensor`, which divides heads and widths; other factors divide few
-    dimensions of a model.
+    A power of two that the batch lacks is left to `tensor`, which divides heads and widths; other
+    factors divide few dimensions of a model.
     """
     batch, devices = run.training.batch, target.devices
     if _odd_part(devices // math.gcd(batch, devices)) == 1:
@@ -243,16 +250,18 @@ def nearest_batches(run: Run, target: Target) -> list[int]:
 
 
 def batch_note(run: Run, target: Target) -> str | None:
-    """States which factor of the devices does not divide the batch, and the nearest batches that it divides."""
+    """States which factor of the devices does not divide the batch,
+    and the nearest batches that it divides."""
     nearest = nearest_batches(run, target)
     if not nearest:
         return None
     batch, devices = run.training.batch, target.devices
     lacking = devices // math.gcd(batch, devices)
     return (
-        f"{devices} devices do not divide a batch of {batch} sequences: {batch} = {batch // devices} * {devices} + "
-        f"{batch % devices}, so a factor of {lacking} must be in stage, context or tensor; "
-        f"--batch {' or '.join(map(str, nearest))} leaves it to data and fsdp"
+        f"{devices} devices do not divide a batch of {batch} sequences: {batch} = "
+        f"{batch // devices} * {devices} + {batch % devices}, so a factor of {lacking} must be in "
+        f"stage, context or tensor; --batch {' or '.join(map(str, nearest))} leaves it to data and "
+        "fsdp"
     )
 
 
@@ -264,7 +273,8 @@ def compare_batches(run: Run, target: Target, result: SearchResult) -> str | Non
         plans = search(changed, target).plans
         if plans:
             rates.append(
-                f"batch {batch}: {plans[0].estimate.tokens_per_second:,.0f} tokens/s ({plans[0].name})"
+                f"batch {batch}: {plans[0].estimate.tokens_per_second:,.0f} tokens/s "
+                f"({plans[0].name})"
             )
     if not rates or not result.plans:
         return None
@@ -273,7 +283,8 @@ def compare_batches(run: Run, target: Target, result: SearchResult) -> str | Non
 
 
 def sharding_note(result: SearchResult) -> str | None:
-    """States the factor of the devices that shards no parameter, where FSDP over all devices is refused for it."""
+    """States the factor of the devices that shards no parameter,
+    where FSDP over all devices is refused for it."""
     devices = result.target.devices
     odd = _odd_part(devices)
     refused = [mesh for mesh, reason in result.refused.items() if "no dimension divides" in reason]
@@ -281,18 +292,23 @@ def sharding_note(result: SearchResult) -> str | None:
     if odd == 1 or not refused or any(fsdp % odd == 0 for fsdp in sharding):
         return None
     return (
-        f"{devices} = {devices // odd} * {odd}: {odd} divides no dimension of some parameters, which are split evenly "
-        f"or not at all, so fsdp has at most {max(sharding, default=1)} here, and {odd} is in data, stage or context; "
-        f"{refused[0]} and {len(refused) - 1} more meshes are refused"
+        f"{devices} = {devices // odd} * {odd}: {odd} divides no dimension of some parameters, "
+        f"which are split evenly or not at all, so fsdp has at most {max(sharding, default=1)} "
+        f"here, and {odd} is in data, stage or context; {refused[0]} and {len(refused) - 1} more "
+        "meshes are refused"
     )
 
 
 def exchange_note(result: SearchResult) -> str | None:
-    """States why meshes are refused on which too many devices of an NVLink domain send rows to experts."""
+    """States why meshes are refused on which too many devices
+    of an NVLink domain send rows to experts."""
     reasons = [reason for reason in result.refused.values() if "NVLink domain" in reason]
     if not reasons:
         return None
-    return f"layouts are refused on {len(reasons)} of the meshes, as this one: {_in_a_line(reasons[0])}"
+    return (
+        f"layouts are refused on {len(reasons)} of the meshes, as this one: "
+        f"{_in_a_line(reasons[0])}"
+    )
 
 
 def sends_note(result: SearchResult) -> str | None:
@@ -303,8 +319,24 @@ def sends_note(result: SearchResult) -> str | None:
     return settle(best.placed, machine_of_target(result.target, best.mesh)).sends_note
 
 
+def room_note(plan: Plan) -> str | None:
+    """States that a plan which comes first takes more of a GPU's memory than XLA is fast in.
+
+    Plans with room come first, so none has it (`search.preference`).
+    """
+    e = plan.estimate
+    if is_roomy(plan):
+        return None
+    return (
+        f"no plan on {plan.target} leaves a quarter of the memory free; {plan.name} takes "
+        f"{e.bytes / e.hbm_bytes:.0%}, and above {plan.target.chip.roomy_bytes / e.hbm_bytes:.0%} "
+        "XLA recomputes more and overlaps less than is priced here"
+    )
+
+
 def fewer_are_faster(plans: Sequence[Plan]) -> list[str]:
-    """States which plans are slower than another of fewer devices of the same chip, for the same tokens per step."""
+    """States which plans are slower than another of fewer devices of the same chip,
+    for the same tokens per step."""
     found = []
     for plan in plans:
         fewer = [
@@ -318,15 +350,16 @@ def fewer_are_faster(plans: Sequence[Plan]) -> list[str]:
         if fewer:
             best = min(fewer, key=lambda other: other.estimate.seconds)
             found.append(
-                f"{plan.target.devices} devices are slower than {best.target.devices}: {plan.name} takes "
-                f"{format_step(plan.estimate.seconds)} on {plan.target}, and {best.name} takes "
-                f"{format_step(best.estimate.seconds)} on {best.target}"
+                f"{plan.target.devices} devices are slower than {best.target.devices}: {plan.name} "
+                f"takes {format_step(plan.estimate.seconds)} on {plan.target}, and {best.name} "
+                f"takes {format_step(best.estimate.seconds)} on {best.target}"
             )
     return found
 
 
 def smaller_target(target: Target) -> Target | None:
-    """Returns the next smaller machine of the same chips, with a power of two of devices; None if there is none."""
+    """Returns the next smaller machine of the same chips, with a power of two of devices;
+    None if there is none."""
     devices = 2 ** ((target.devices - 1).bit_length() - 1)
     if target.devices < 2 or target.slices > 1:
         return None
@@ -335,19 +368,21 @@ def smaller_target(target: Target) -> Target | None:
         shape = slices_by_chips(interconnect).get(devices // target.chip.devices_per_chip)
         return None if shape is None else dataclasses.replace(target, topology=shape)
     _, each = target.topology
-    if devices <= each:
-        return dataclasses.replace(target, topology=(1, devices))
-    return (
-        dataclasses.replace(target, topology=(devices // each, each))
-        if devices % each == 0
-        else None
-    )
+    # Nodes like the target's, or full ones where those do not divide the devices,
+    # as 6 do not divide 8.
+    for node in (each, interconnect.devices_per_node):
+        if devices <= node:
+            return dataclasses.replace(target, topology=(1, devices))
+        if devices % node == 0:
+            return dataclasses.replace(target, topology=(devices // node, node))
+    return None
 
 
 def smaller_machine_note(run: Run, result: SearchResult) -> str | None:
     """States that fewer devices are faster, where the devices divide the batch badly and it is so.
 
-    Only then another search is made: where the devices are no power of two, or more than the sequences of a batch.
+    Only then another search is made: where the devices are no power of two,
+    or more than the sequences of a batch.
     """
     target = result.target
     if not result.plans or (
@@ -362,7 +397,8 @@ def smaller_machine_note(run: Run, result: SearchResult) -> str | None:
 
 
 def announced_note(target: Target) -> str | None:
-    """States that a chip is only announced, and where each figure is from that was not, or not in full."""
+    """States that a chip is only announced, and where each figure is from that was not,
+    or not in full."""
     chip = target.chip
     if not chip.announced:
         return None
@@ -375,7 +411,8 @@ def announced_note(target: Target) -> str | None:
 
 
 def notes(run: Run, result: SearchResult) -> list[str]:
-    """Returns what does not divide on a target, and how much faster other batches or fewer devices are."""
+    """Returns what does not divide on a target,
+    and how much faster other batches or fewer devices are."""
     target = result.target
     found = [
         announced_note(target),
@@ -384,6 +421,7 @@ def notes(run: Run, result: SearchResult) -> list[str]:
         sharding_note(result),
         exchange_note(result),
         sends_note(result),
+        room_note(result.plans[0]) if result.plans else None,
         smaller_machine_note(run, result),
         result.plans[0].record_note if result.plans else None,
     ]

@@ -13,11 +13,13 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 
 UNKNOWN = "h100"
-"""Chip that meshes are priced on where nothing is known of the run's own: with nodes, whatever their size."""
+"""Chip that meshes are priced on where nothing is known of the run's own:
+with nodes, whatever their size."""
 _VOCAB = 1024
 _ALWAYS = ("microbatches", "remat", "saved_layers")
 _STAGED = ("pipeline_schedule", "virtual_stages", "stage_saves")
-"""Fields of `Training` that a search chooses besides the mesh, and those that it chooses with pipeline stages."""
+"""Fields of `Training` that a search chooses besides the mesh,
+and those that it chooses with pipeline stages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +38,13 @@ class FewerDevices:
 def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
     """Returns the fastest plan of the run that fits on `hosts` hosts with `each` devices.
 
-    kind: `jax.Device.device_kind`. Of a known chip the whole plan is taken, microbatches and remat policy included. Of
-    others, such as simulated devices, only the mesh, in the order of the predicted step on `UNKNOWN`: the first on
-    which the run's own settings are legal. Raises ConfigError where the run fits no mesh, or no plan fits the memory.
+    kind: `jax.Device.device_kind`. Of a known chip the whole plan is taken, microbatches and remat
+    policy included. Of others, such as simulated devices, only the mesh, in the order of the
+    predicted step on `UNKNOWN`: the first on which the run's own settings are legal. Raises
+    ConfigError where the run fits no mesh, or no plan fits the memory.
     """
-    # The vocabulary comes from the text, which is not read here; it is padded, so every size divides.
+    # The vocabulary comes from the text, which is not read here;
+    # it is padded, so every size divides.
     run = dataclasses.replace(
         run, model=dataclasses.replace(run.model, vocab=run.model.vocab or _VOCAB)
     )
@@ -50,8 +54,8 @@ def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
     if target is not None and not found.plans and found.too_large:
         least = found.too_large[0]
         truth = (
-            f"none of {found.priced} plans fits; closest on a {target.chip.name} is {least.name}, which "
-            f"{least.estimate.shortfall}"
+            f"none of {found.priced} plans fits; closest on a {target.chip.name} is {least.name}, "
+            f"which {least.estimate.shortfall}"
         )
         raise ConfigError(
             asked, truth, "--restarts.hosts all, or a model or batch that fits fewer devices"
@@ -61,7 +65,8 @@ def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
         refused = "; ".join(dict.fromkeys(text.splitlines()[0] for text in found.refused.values()))
         truth = (
             refused
-            or f"no mesh of {devices} devices divides the batch of {run.training.batch} and the model"
+            or f"no mesh of {devices} devices divides the batch of {run.training.batch} and "
+            "the model"
         )
         raise ConfigError(
             asked, truth, "--restarts.hosts all, or a mesh and batch that more numbers divide"

@@ -1,4 +1,5 @@
-"""Predicted step time of a run on the local devices, of listed or measured chips, and its gap to the measured time."""
+"""Predicted step time of a run on the local devices, of listed or measured chips,
+and its gap to the measured time."""
 
 import dataclasses
 import math
@@ -30,12 +31,12 @@ _MEASURED = Efficiency(
 def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
     """Returns `target` with the fractions of peak that `meshwright bench` measured on such a chip.
 
-    `matmul` is the best bfloat16 matmul, relative to what its shape allows; `hbm` a copy; `links` the best bus
-    bandwidth of a collective inside one node; `attention` and `grouped_matmul` are of `bench hardware`. A TPU keeps its
-    fraction of ICI, because a benchmark does not tell which links an axis used. Rates of traced
-    training steps (`step`) replace those of benchmarks. A fraction above 1 is of something else than was
-    measured: the chip keeps its own, and `efficiency_source` names it. Returns `target` itself where the
-    calibration is of another chip.
+    `matmul` is the best bfloat16 matmul, relative to what its shape allows; `hbm` a copy; `links`
+    the best bus bandwidth of a collective inside one node; `attention` and `grouped_matmul` are of
+    `bench hardware`. A TPU keeps its fraction of ICI, because a benchmark does not tell which links
+    an axis used. Rates of traced training steps (`step`) replace those of benchmarks. A fraction
+    above 1 is of something else than was measured: the chip keeps its own, and `efficiency_source`
+    names it. Returns `target` itself where the calibration is of another chip.
     """
     chip, efficiency = target.chip, target.efficiency
     if find_chip(str(calibration["device"])) is not chip:
@@ -112,9 +113,11 @@ def _source_of(calibration: Mapping[str, Any]) -> str:
 def local_target(
     devices: Sequence[Any], calibration: Mapping[str, Any] | None
 ) -> tuple[Target, str] | None:
-    """Returns the target that JAX devices form and the source of its figures, or None where nothing is known of them.
+    """Returns the target that JAX devices form and the source of its figures,
+    or None where nothing is known of them.
 
-    calibration: measurements of `meshwright bench` on such devices, which are all there is for an unlisted chip.
+    calibration: measurements of `meshwright bench` on such devices,
+    which are all there is for an unlisted chip.
     """
     name = chip_name(devices[0].device_kind)
     if name is None:
@@ -139,7 +142,8 @@ def local_target(
 def measured_target(calibration: Mapping[str, Any], devices: int) -> Target:
     """Returns a target whose chip consists of measured rates.
 
-    Simulated devices share what a benchmark of one of them reached; rates of traced steps are those of each.
+    Simulated devices share what a benchmark of one of them reached;
+    rates of traced steps are those of each.
     """
     bandwidth = float(calibration.get("memory_bandwidth", _UNMEASURED))
     link = max(
@@ -188,7 +192,8 @@ class StepForecast:
 def forecast_step(
     placed: PlacedRun, devices: Sequence[Any], calibration: Mapping[str, Any] | None
 ) -> StepForecast | None:
-    """Predicts the step time of a placed run on local devices, or returns None where nothing is known of them."""
+    """Predicts the step time of a placed run on local devices,
+    or returns None where nothing is known of them."""
     known = local_target(devices, calibration)
     if known is None:
         return None
@@ -213,10 +218,12 @@ class ForecastGap:
 def forecast_gaps(
     forecast: StepForecast, *, step: float, data_wait: float, saving: float
 ) -> list[ForecastGap]:
-    """Returns the predicted and measured seconds of each part of a step, the largest difference first.
+    """Returns the predicted and measured seconds of each part
+    of a step, the largest difference first.
 
-    step: median seconds between steps, without input and checkpoints. data_wait, saving: mean seconds per step spent
-    waiting for data and on checkpoints; both are predicted to take none, because they overlap with the step.
+    step: median seconds between steps, without input and checkpoints. data_wait, saving: mean
+    seconds per step spent waiting for data and on checkpoints; both are predicted to take none,
+    because they overlap with the step.
     """
     gaps = [
         ForecastGap("compute and exposed communication", forecast.step, step),

@@ -1,7 +1,8 @@
 """Memory of one device, by category, in bytes: arithmetic over parameter descriptions.
 
-Activations are what the remat policy keeps of each layer (Korthikanti et al. 2022, arXiv:2205.05198, section 4), for
-the microbatches in flight on a stage. The rest is what a layer needs while it runs.
+Activations are what the remat policy keeps of each layer (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4), for the microbatches in flight on a stage. The rest is what a layer
+needs while it runs.
 """
 
 import collections
@@ -42,7 +43,8 @@ from meshwright.sharding.placement import axes_of, local_shape, replica_parts
 def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[str, float]:
     """Returns the bytes of a device by category, in a step of this package.
 
-    in_flight: microbatches (of one virtual stage each) whose inputs a stage holds at once; 1 without a pipeline.
+    in_flight: microbatches (of one virtual stage each) whose inputs a stage holds at once;
+    1 without a pipeline.
     """
     return StepMemory(settled, work, in_flight).by_category()
 
@@ -54,7 +56,8 @@ class SavedInputs:
     gathered: bool = True
     """Whole over `tensor`, as matmuls read them; else as sequence parallelism splits them."""
     projected: bool = True
-    """Whether the attention output is saved as its projection reads it, besides the kernel's own."""
+    """Whether the attention output is saved as its projection reads it, besides the
+    kernel's own."""
     in_one_byte: bool = False
     """Whether they are saved in low precision."""
 
@@ -70,13 +73,15 @@ class StepMemory:
         at the peak       a layer:  its weights, their gradients, its own arrays
                           the loss: its table, the gradient of the table, two arrays of logits
 
-    It describes this package's step. A subclass with other properties prices a step that is carried out otherwise.
+    It describes this package's step.
+    A subclass with other properties prices a step that is carried out otherwise.
     """
 
     settled: Settled
     work: Work
     in_flight: float
-    """Microbatches, of one virtual stage each, whose inputs a stage holds at once; 1 without a pipeline."""
+    """Microbatches, of one virtual stage each, whose inputs a stage holds at once;
+    1 without a pipeline."""
     physics: Physics = PHYSICS
 
     def by_category(self) -> dict[str, float]:
@@ -131,7 +136,8 @@ class StepMemory:
 
     @functools.cached_property
     def keeps_weights(self) -> bool:
-        """Whether gathered weights are saved for the backward pass, as a policy does that saves everything."""
+        """Whether gathered weights are saved for the backward pass,
+        as a policy does that saves everything."""
         saves_everything = REMAT_POLICIES[self.settled.run.training.remat].saved is None
         return saves_everything and not computes_weights_again(self.settled)
 
@@ -147,7 +153,8 @@ class StepMemory:
 
     @functools.cached_property
     def late_gradients(self) -> float:
-        """Bytes of the gradients of one microbatch that are there before they are added to the sum."""
+        """Bytes of the gradients of one microbatch that are there before they are added
+        to the sum."""
         if not self.sums_microbatches:
             return 0.0
         param = jnp.dtype(self.settled.run.training.param_dtype).itemsize
@@ -155,7 +162,8 @@ class StepMemory:
 
     @functools.cached_property
     def gathered_weights(self) -> float:
-        """Bytes of gathered weights that are saved, and of those that a pipeline rounds once for all ticks."""
+        """Bytes of gathered weights that are saved,
+        and of those that a pipeline rounds once for all ticks."""
         weights = 0.0
         if self.keeps_weights:
             _, all_layers = _gathered_elements(self.settled.layout)
@@ -167,7 +175,8 @@ class StepMemory:
     def activations(self) -> float:
         """Bytes that the remat policy saves.
 
-        One part of a stage runs at a time; without a pipeline it is the model. Rows without a layer are saved too.
+        One part of a stage runs at a time; without a pipeline it is the model.
+        Rows without a layer are saved too.
         """
         placed = self.settled
         layer = _saved_bytes(placed, self.work, self.saved_inputs)
@@ -201,7 +210,8 @@ class StepMemory:
         """Bytes of a layer in the backward pass."""
         # Offloaded activations come back for one layer and, ahead of time, for the next.
         from_host = 2 * offloaded_bytes(self.settled, self.work) / max(1.0, self.work.layers)
-        # Of a scan that gathers ahead: weights that the layer below begins with, last gradients of the layer above.
+        # Of a scan that gathers ahead: weights that the layer below begins with, last gradients
+        # of the layer above.
         carried = self.compute_bytes * _carried_elements(self.settled)
         inner = layer_bytes(self.settled, self.work, self.physics)
         return from_host + self.layer_weights + carried + inner + self.tied_gradient
@@ -215,16 +225,18 @@ class StepMemory:
             return weights
         reduce = jnp.dtype(self.settled.run.training.reduce_dtype).itemsize
         if self.settled.machine.on_tpu:
-            # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to
-            # 8 % above them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the
-            # plan with all three.
+            # Four programs for v5p have two of the three gradients of a layer's experts at once: so
+            # the plan is 0 to 8 % above them, and 2 to 13 % with all three (docs/log.md). Programs
+            # for GPUs are on both sides of the plan with all three.
             return weights + (one_layer - _first_reduced_elements(self.settled.layout)) * reduce
-        # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
+        # The layers of a period are one body of the loop: GPU programs reduce the gradients
+        # of all of them at its end.
         return weights + _period_elements(self.settled.layout) * reduce
 
     @functools.cached_property
     def tied_gradient(self) -> float:
-        """Bytes of a tied table's gradient, which GPU programs keep until the embedding's is added to it, at the end."""
+        """Bytes of a tied table's gradient,
+        which GPU programs keep until the embedding's is added to it, at the end."""
         if (
             self.is_frozen
             or self.settled.machine.on_tpu
@@ -235,7 +247,8 @@ class StepMemory:
 
 
 def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
-    """Returns the bytes by category where a loss begins its backward pass, with all of its weights gathered."""
+    """Returns the bytes by category where a loss begins its backward pass,
+    with all of its weights gathered."""
     training, shape = placed.run.training, placed.layout.shape
     compute, reduce = (
         jnp.dtype(training.compute_dtype).itemsize,
@@ -273,8 +286,8 @@ _LIVE_SCORES = {
     "warmup": ScoreArrays(4, 4),
     "sparse": ScoreArrays(3, 4),
 }
-"""Arrays of scores that a layer has at once, by stage of its indexer. Compiled for CPUs, which add 2.0
-per head and 2.0 per head of the indexer, 4.0 and 4.0, and 2.6 and 4.0 (docs/log.md)."""
+"""Arrays of scores that a layer has at once, by stage of its indexer. Compiled for CPUs, which add
+2.0 per head and 2.0 per head of the indexer, 4.0 and 4.0, and 2.6 and 4.0 (docs/log.md)."""
 _KEPT_SCORES = {
     "frozen": ScoreArrays(2, 0),
     "warmup": ScoreArrays(0, 1),
@@ -288,8 +301,8 @@ def score_bytes(settled: Settled, work: Work, arrays: Mapping[str, ScoreArrays])
 
         bytes = tokens * T * 4 * (arrays per head * heads + arrays per index head * index heads)
 
-    Reference attention has them where keys are chosen, and the loss of an indexer that is trained. Every device of
-    `tensor` has all heads of the indexer.
+    Reference attention has them where keys are chosen, and the loss of an indexer that is trained.
+    Every device of `tensor` has all heads of the indexer.
     """
     seq = settled.run.training.seq
     pairs = work.tokens * seq
@@ -312,10 +325,11 @@ def layer_bytes(settled: Settled, work: Work, physics: Physics = PHYSICS) -> flo
     normalised = any(attention.normalises_qk for attention in settled.layout.spec.attention)
     attention_inner = (work.widths.query + work.widths.kv) * (2 + normalised)
     residuals = (4 + len(work.outputs_read)) * work.width
-    # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
+    # Experts (compiled for v5p and H100) have four arrays of the hidden width
+    # at once, a dense layer's SwiGLU five.
     hidden = 2.0 if work.expert_rows else 2.5
     inner = work.tokens * (residuals + hidden * work.ffn_hidden + attention_inner) * compute
-    inner += physics.expert_copies * work.expert_rows * work.width * compute
+    inner += physics.expert_copies * work.expert_rows * work.expert_width * compute
     inner += score_bytes(settled, work, _LIVE_SCORES)
     # One of the halves runs at a time.
     return max(inner, work.tokens * (4 * work.width * compute + work.recurrence_inner))
@@ -373,10 +387,12 @@ def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dic
 
 
 _HASHES = 2.0
-"""Arrays of 32 bits that XLA:CPU has while it hashes a tensor. Compilers of TPUs and GPUs fuse both hashes into their
-sums and have none: a save of Llama 3 70B in NF4 takes the 42 GiB of its state on an H100, as compiled."""
+"""Arrays of 32 bits that XLA:CPU has while it hashes a tensor. Compilers of TPUs and GPUs fuse both
+hashes into their sums and have none: a save of Llama 3 70B in NF4 takes the 42 GiB of its state on
+an H100, as compiled."""
 _REORDERED = 1.5
-"""Copies of a tensor whose rows change between those of the stages and the order of the layers, its result included."""
+"""Copies of a tensor whose rows change between those of the stages and the order
+of the layers, its result included."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -386,12 +402,14 @@ def _checkpoint_copies(
     """Memory of the phases that make, save and read the state, besides the state.
 
     fuses: whether the compiler fuses the hashes of a tensor into their sums.
-    in_place: whether a tensor is drawn where it stays. Programs for GPUs are, with no temporary at all: a start of Llama 2
-    13B, GPT-OSS 20B, GPT-2 XL and OLMo 2 13B takes its state to 0.1 % as compiled for H100, A100 and B200
-    (bench/results/compiled_plans.json). Others have the random bits of one tensor besides.
+    in_place: whether a tensor is drawn where it stays. Programs for GPUs are, with no temporary at
+    all: a start of Llama 2 13B, GPT-OSS 20B, GPT-2 XL and OLMo 2 13B takes its state to 0.1 % as
+    compiled for H100, A100 and B200 (bench/results/compiled_plans.json). Others have the random
+    bits of one tensor besides.
     """
     saved = _checkpoint_arrays(layout, *rest)
-    # Tensors are hashed one by one. Those whose rows are permuted are converted one by one, and in pieces.
+    # Tensors are hashed one by one. Those whose rows are permuted are converted one by one,
+    # and in pieces.
     hashes = 0.0 if fuses else _HASHES
     hashed = max(hashes * x.hashed for x in saved)
     permuted = [x for x in saved if x.rows is not None]
@@ -411,14 +429,16 @@ def _checkpoint_copies(
 
 
 def _larger(hashed: float, reordered: float) -> dict[str, float]:
-    """Names the larger of the two copies that a save or a resume makes of a tensor; {} where there is none."""
+    """Names the larger of the two copies that a save or a resume makes of a tensor;
+    {} where there is none."""
     if hashed > reordered:
         return {"hashes of the largest tensor": hashed}
     return {"largest tensor in the order of the layers": reordered} if reordered else {}
 
 
 def computes_weights_again(placed: PlacedRun) -> bool:
-    """Returns whether a policy that saves everything saves no weights, which are frozen and gathered again.
+    """Returns whether a policy that saves everything saves no weights,
+    which are frozen and gathered again.
 
     A stage of a pipeline reads its layers' weights by their number, and saves them.
     """
@@ -428,12 +448,14 @@ def computes_weights_again(placed: PlacedRun) -> bool:
 
 
 def keeps_stages(placed: PlacedRun) -> bool:
-    """Returns whether a pipeline stage keeps what its backward passes read (`training.stage_saves`)."""
+    """Returns whether a pipeline stage keeps what its backward passes read
+    (`training.stage_saves`)."""
     return placed.layout.shape.stage > 1 and placed.run.training.stage_saves == "layers"
 
 
 def kept_bytes(placed: PlacedRun, work: Work) -> float:
-    """Returns the bytes that the stages of a pipeline keep of a microbatch, on a device; 0 where they keep inputs."""
+    """Returns the bytes that the stages of a pipeline keep of a microbatch, on a device;
+    0 where they keep inputs."""
     if not keeps_stages(placed):
         return 0.0
     training = placed.run.training
@@ -450,8 +472,8 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
 def _rows(layout: ModelLayout) -> float:
     """Rows that a part of a pipeline stage saves; without a pipeline the layers of the model.
 
-    They are those of its stack, padding included (3 for 2.5 layers). Of several stacks only the layers count: the
-    compiled DeepSeek-V3 does not keep three dense rows in each of its four parts.
+    They are those of its stack, padding included (3 for 2.5 layers). Of several stacks only the
+    layers count: the compiled DeepSeek-V3 does not keep three dense rows in each of its four parts.
     """
     spec = layout.spec
     if layout.shape.stage == 1:
@@ -464,10 +486,11 @@ def _rows(layout: ModelLayout) -> float:
 
 
 def _added_late(placed: PlacedRun) -> float:
-    """Elements on a device of gradients of one microbatch that are there at once, before they are added to the sum.
+    """Elements on a device of gradients of one microbatch that are there at once,
+    before they are added to the sum.
 
-    References add each layer's in place: without a pipeline not those in another type, nor those of layers that take
-    turns, whose stack has another shape in the loop over periods.
+    References add each layer's in place: without a pipeline not those in another type, nor those of
+    layers that take turns, whose stack has another shape in the loop over periods.
     """
     layout = placed.layout
     if layout.shape.stage > 1 or (
@@ -492,7 +515,8 @@ def sharded_elements(layout: ModelLayout) -> tuple[float, float]:
 
 
 def rounded_elements(settled: Settled) -> float:
-    """Returns the elements on a device of weights that a pipeline rounds once for all ticks, in a byte each."""
+    """Returns the elements on a device of weights that a pipeline rounds once for all ticks,
+    in a byte each."""
     low = low_precision(settled)
     if low is None or settled.layout.shape.stage == 1:
         return 0.0
@@ -517,7 +541,8 @@ def param_bytes(layout: ModelLayout, param_dtype: str) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _weights(layout: ModelLayout) -> tuple[tuple[str, Any, Any, float], ...]:
-    """Paths, parameters and placements of the layers' weights, with the gathered elements of one layer on a device."""
+    """Paths, parameters and placements of the layers' weights,
+    with the gathered elements of one layer on a device."""
     leaves = [
         (path, p, where)
         for path, p, where in layout.leaves
@@ -531,7 +556,8 @@ def _weights(layout: ModelLayout) -> tuple[tuple[str, Any, Any, float], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _gathered_elements(layout: ModelLayout) -> tuple[float, float]:
-    """Elements on a device after the gather: of one layer of the largest stack, and of all layers."""
+    """Elements on a device after the gather: of one layer of the largest stack,
+    and of all layers."""
     one_layer = collections.defaultdict[str, float](float)
     for path, _, _, elements in _weights(layout):
         one_layer[path.partition(".")[0]] += elements
@@ -543,7 +569,8 @@ def _gathered_elements(layout: ModelLayout) -> tuple[float, float]:
 
 
 def _period_elements(layout: ModelLayout) -> float:
-    """Elements on a device of the layers of a period after the gather; of runs, of the longest period."""
+    """Elements on a device of the layers of a period after the gather;
+    of runs, of the longest period."""
     spec = layout.spec
     largest, _ = _gathered_elements(layout)
     if not spec.runs:
@@ -556,9 +583,11 @@ def _period_elements(layout: ModelLayout) -> float:
 
 
 def _first_reduced_elements(layout: ModelLayout) -> float:
-    """Elements of a layer's experts whose gradient has been scattered when the others are there: `down`'s comes first.
+    """Elements of a layer's experts whose gradient has been scattered
+    when the others are there: `down`'s comes first.
 
-    Experts' gradients are too large for the compiler to combine their reduce-scatters, as it does a dense layer's.
+    Experts' gradients are too large for the compiler to combine their reduce-scatters,
+    as it does a dense layer's.
     """
     downs = (
         (where, n) for _, p, where, n in _weights(layout) if "E" in p.dims and p.role == "ffn_out"
@@ -567,7 +596,8 @@ def _first_reduced_elements(layout: ModelLayout) -> float:
 
 
 def _carried_elements(settled: Settled) -> float:
-    """Elements that a scan which gathers ahead carries between layers, weights and gradients, of the largest stack."""
+    """Elements that a scan which gathers ahead carries between layers, weights
+    and gradients, of the largest stack."""
     inside, carried = REMAT_POLICIES[settled.run.training.remat].begins_inside, [0.0]
     for stack, (first, half) in settled.gathered_ahead.items():
         weights = {
@@ -630,7 +660,8 @@ def _checkpoint_arrays(
 
 
 def _parallel_fraction(placed: PlacedRun) -> float:
-    """Returns the fraction of the layers whose halves read one norm: nothing between them is saved."""
+    """Returns the fraction of the layers whose halves read one norm: nothing between them
+    is saved."""
     layers = placed.layout.spec.layers
     return sum(layer.has_parallel_halves for layer in layers) / len(layers)
 
@@ -656,7 +687,9 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
         # An exchange of heads makes another array of the kernel's output, with the same name.
         ATTN_OUT: work.widths.value * (2 if placed.sequence.group > 1 else 1),
         ATTN_RESIDUAL: _divided_fraction(placed) * work.width / placed.layout.shape.tensor,
-        FFN_HIDDEN: _second_fraction(placed) * work.ffn_hidden,
+        # What experts in a latent return has the name of their hidden layer.
+        FFN_HIDDEN: _second_fraction(placed)
+        * (work.ffn_hidden + work.expert_latent / placed.layout.shape.tensor),
     }
 
 
@@ -680,9 +713,11 @@ def _saved_bytes(placed: PlacedRun, work: Work, inputs: SavedInputs = _AS_READ) 
 
 
 def _unnamed_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> float:
-    """Elements per token of a layer that a policy which saves everything saves besides the named ones, on a device.
+    """Elements per token of a layer that a policy which saves everything saves besides the
+    named ones, on a device.
 
-    They follow from the layers' kinds. tests/test_saved_activations.py compares them with every family's step.
+    They follow from the layers' kinds.
+    tests/test_saved_activations.py compares them with every family's step.
     """
     compute = jnp.dtype(placed.run.training.compute_dtype).itemsize
     layers = placed.layout.spec.layers
@@ -694,6 +729,7 @@ def _unnamed_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> flo
     normalised = sum(layer.halves * layer.normalises_outputs for layer in layers) / len(layers)
     two = sum(layer.has_two_feed_forwards for layer in layers) / len(layers)
     kept += (normalised + 2 * two) * work.width / tensor + work.widths.kept
+    kept += _adapter_elements(placed)
     experts = [layer.experts for layer in layers if layer.experts is not None]
     if experts:
         # The router reads its input, and returns its logits and their softmax, in float32.
@@ -721,19 +757,48 @@ def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) ->
         halves -= _parallel_fraction(placed) / tensor
     halves += sum(layer.has_two_feed_forwards for layer in layers) / len(layers)
     elements = work.width * halves
-    # Products of the hidden layer, whose inputs are named, and rows of experts, scaled too where their weights multiply
-    # them. Only gradients of weights read both: those of routed experts have no adapters.
+    # Products of the hidden layer, whose inputs are named, and rows of experts, scaled too where
+    # their weights multiply them. Only gradients of weights read both: those of routed experts have
+    # no adapters.
     products = max(layer.hidden_products for layer in layers)
     hidden = work.ffn_hidden - (work.expert_hidden if frozen else 0.0)
     elements += _second_fraction(placed) * hidden * products
     if not frozen:
         scaled = sum(layer.scales_rows for layer in layers) / len(layers)
         rows = _second_fraction(placed) * work.expert_rows / work.tokens
-        elements += (1 + scaled) * rows * work.width
-    # What is saved beside frozen weights has each array once, in whatever shape it is read.
-    if inputs.projected and not computes_weights_again(placed):
-        elements += work.widths.value
+        elements += (1 + scaled) * rows * work.expert_width
+    if inputs.projected:
+        elements += _projected_elements(placed, work)
     return elements
+
+
+def _projected_elements(placed: PlacedRun, work: Work) -> float:
+    """Elements per token that the projection out of a layer's first half reads besides its named
+    output.
+
+    What is saved beside frozen weights has each array once, in whatever shape it is read, so the
+    projection out of attention reads the named output. That of a recurrence is normalised and gated
+    first, which makes another array.
+    """
+    if not computes_weights_again(placed):
+        return work.widths.value
+    spec = placed.layout.spec
+    recurrent = [layer for layer in spec.layers if layer.recurrence is not None]
+    tensor = placed.layout.shape.tensor
+    return sum(layer.widths(spec.width, tensor).value for layer in recurrent) / len(spec.layers)
+
+
+def _adapter_elements(placed: PlacedRun) -> float:
+    """Elements per token of the products of a layer's inputs with A of its adapters, as wide as
+    their rank, on a device."""
+    if placed.run.finetune.method != "lora":
+        return 0.0
+    ranks = 0.0
+    for _, param, _ in placed.layout.leaves:
+        if param.role == "adapter" and param.dims.endswith("U"):
+            layers, rank = param.shape[0], param.shape[-1]
+            ranks += layers * rank
+    return ranks / len(placed.layout.spec.layers)
 
 
 def offloaded_bytes(placed: PlacedRun, work: Work) -> float:

@@ -1,4 +1,5 @@
-"""Offers: the best plan of a target with the days and dollars of a whole training, ranked and chosen.
+"""Offers: the best plan of a target with the days and dollars
+of a whole training, ranked and chosen.
 
 days = tokens / (tokens per second) / goodput / 86400; dollars = days 24 chips price.
 """
@@ -48,10 +49,11 @@ class Price:
 
 
 def read_prices(file: Path | None = None) -> tuple[Price, ...]:
-    """Reads a table of list prices, by default the package's own. A chip without a row has no price.
+    """Reads a table of list prices, by default the package's own.
+    A chip without a row has no price.
 
-    Columns: chip, provider, region, terms (one of `TERMS`), usd_per_chip_hour, source, read_on. Raises ConfigError with
-    the line that is wrong.
+    Columns: chip, provider, region, terms (one of `TERMS`), usd_per_chip_hour, source, read_on.
+    Raises ConfigError with the line that is wrong.
     """
     file = file or PRICES_FILE
     try:
@@ -90,9 +92,12 @@ def read_prices(file: Path | None = None) -> tuple[Price, ...]:
             raise ConfigError(
                 where, f"usd_per_chip_hour is {row['usd_per_chip_hour']!r}", "a positive number"
             )
+        chip = row["chip"].strip()
+        if chip.lower() in CHIPS:  # as in --on
+            chip = chip.lower()
         prices.append(
             Price(
-                row["chip"],
+                chip,
                 row["provider"],
                 row["region"],
                 terms,
@@ -105,17 +110,38 @@ def read_prices(file: Path | None = None) -> tuple[Price, ...]:
 
 
 def cheapest(prices: Iterable[Price], chip: str, terms: PriceTerms) -> Price | None:
-    """Returns the lowest price of a chip on these terms, of all providers and regions; None without one."""
+    """Returns the lowest price of a chip on these terms, of all providers and regions;
+    None without one."""
     found = (price for price in prices if (price.chip, price.terms) == (chip, terms))
     return min(found, key=lambda price: price.dollars, default=None)
 
 
+def require_price(asked: str, chips: Iterable[str], market: "Market") -> None:
+    """Raises ConfigError where none of the chips has a price on the terms of the market.
+
+    asked: what needs prices, `--budget 50k`.  chips: names as in `Target.name`.
+    """
+    names = list(dict.fromkeys(chips))
+    if any(cheapest(market.prices, name, market.terms) is not None for name in names):
+        return
+    listed = ", ".join(dict.fromkeys(price.chip for price in market.prices))
+    fix = f"--prices FILE with a row of the chip {names[0]}"
+    others = [price.terms for price in market.prices if price.chip in names]
+    if others:
+        fix = f"--terms {others[0]}, or {fix}"
+    raise ConfigError(
+        asked,
+        f"there is no {market.terms} price of {', '.join(names)}; the table has prices of {listed}",
+        fix,
+    )
+
+
 CHIP_HOURS_PER_FAILURE = float(round(54 * 24 * 16384 / 419))
-"""Chip-hours between failures: 419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3 405B, arXiv:2407.21783,
-section 3.3.4 and table 5). Other chips and clouds have their own rate."""
+"""Chip-hours between failures: 419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3
+405B, arXiv:2407.21783, section 3.3.4 and table 5). Other chips and clouds have their own rate."""
 RESTART_MINUTES = 10.0
-"""Minutes from a failure to the first step after it: failures are found and diagnosed in less than 10 minutes
-(MegaScale, arXiv:2402.15627)."""
+"""Minutes from a failure to the first step after it: failures are found and diagnosed in less than
+10 minutes (MegaScale, arXiv:2402.15627)."""
 _MOST_FAILURES = 100
 """Failures during a restart and a period of steps beyond which hardly any of them ends."""
 STORAGE_BANDWIDTH = 2e12
@@ -129,7 +155,8 @@ class Reliability(Ranged):
     chip_hours_per_failure: PositiveFloat = CHIP_HOURS_PER_FAILURE
     restart_minutes: PositiveFloat = RESTART_MINUTES
     save_seconds: PositiveFloat | None = None
-    """Seconds that a checkpoint stops the steps; None computes them: the device's copy to its host."""
+    """Seconds that a checkpoint stops the steps;
+    None computes them: the device's copy to its host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +186,9 @@ class Goodput:
 def daly_period(save_seconds: float, failure_seconds: float) -> float:
     """Returns the seconds of steps between checkpoints that waste least time.
 
-    Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
-    Computer Systems 22, equation 37. The first factor is Young's optimum, sqrt(2 save failure).
+    Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart dumps,
+    Future Generation Computer Systems 22, equation 37. The first factor is Young's optimum, sqrt(2
+    save failure).
     """
     if save_seconds >= 2 * failure_seconds:
         return failure_seconds
@@ -172,9 +200,9 @@ def daly_period(save_seconds: float, failure_seconds: float) -> float:
 def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Goodput:
     """Returns the goodput of a placed run with the best period between checkpoints.
 
-    Failures come at random with a constant rate per chip; each loses the steps since the last checkpoint, and a
-    restart. A checkpoint stops the steps while devices copy their state to their hosts, which write it during further
-    steps.
+    Failures come at random with a constant rate per chip; each loses the steps since the last
+    checkpoint, and a restart. A checkpoint stops the steps while devices copy their state to their
+    hosts, which write it during further steps.
     """
     total, copied = checkpoint_bytes(placed)
     chip, save = target.chip, reliability.save_seconds
@@ -185,16 +213,17 @@ def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Good
     if restart + period + save > _MOST_FAILURES * failure:
         raise ConfigError(
             f"a failure every {reliability.chip_hours_per_failure:g} chip-hours on {target}",
-            f"that is one every {failure:.3g} s, and a restart takes {restart:.3g} s and the steps up to the next "
-            f"checkpoint {period + save:.3g} s: no training ends",
-            f"--failure-chip-hours {CHIP_HOURS_PER_FAILURE:g} --restart-minutes {RESTART_MINUTES:g}, no --save-seconds",
+            f"that is one every {failure:.3g} s, and a restart takes {restart:.3g} s and the steps "
+            f"up to the next checkpoint {period + save:.3g} s: no training ends",
+            f"--failure-chip-hours {CHIP_HOURS_PER_FAILURE:g} --restart-minutes "
+            f"{RESTART_MINUTES:g}, no --save-seconds",
         )
     return Goodput(failure, save, write, restart, period)
 
 
 ERRORS_FILE = Path(__file__).with_name("data") / "errors.json"
-"""Quantiles of published over predicted step time, by kind of plan, of programs that no constant was fitted to.
-`python bench/foresight/errors.py` writes it."""
+"""Quantiles of published over predicted step time, by kind of plan, of programs that no constant
+was fitted to. `python bench/foresight/errors.py` writes it."""
 UNSEEN = "a chip with few published runs or none"
 EVERY = "all published runs"
 FEWEST = 6
@@ -207,7 +236,8 @@ class ErrorBand:
 
     kind: str
     runs: int
-    """Published runs, each predicted with constants that were fitted on the runs of other programs."""
+    """Published runs, each predicted with constants that were fitted on the runs
+    of other programs."""
     low: float
     """10th percentile."""
     median: float
@@ -237,8 +267,8 @@ class ErrorRange:
     def __str__(self) -> str:
         ends = dict.fromkeys(f"{band.kind}: {band.runs}" for band in (self.lowest, self.highest))
         return (
-            f"{self.low:.2f} to {self.high:.2f} of it, as 8 of 10 published runs of programs that no constant was "
-            f"fitted to ({', '.join(ends)})"
+            f"{self.low:.2f} to {self.high:.2f} of it, as 8 of 10 published runs of programs that "
+            f"no constant was fitted to ({', '.join(ends)})"
         )
 
 
@@ -266,10 +296,11 @@ def read_bands() -> dict[str, ErrorBand]:
 
 
 def band_of(placed: PlacedRun, target: Target) -> ErrorRange | None:
-    """Returns the ends of the bands of all kinds that a plan belongs to; kinds with too few runs have none.
+    """Returns the ends of the bands of all kinds that a plan belongs to;
+    kinds with too few runs have none.
 
-    A chip with too few runs has the band of a chip without any. An announced chip has no range: its figures
-    are assumed in part, and no run tells by how much they are wrong.
+    A chip with too few runs has the band of a chip without any. An announced chip has no range: its
+    figures are assumed in part, and no run tells by how much they are wrong.
     """
     if target.chip.announced:
         return None
@@ -293,7 +324,8 @@ class Offer(Brief):
     """A plan with what the whole training takes.
 
     Example:
-        >>> offers = mw.offers("llama3-8b", on="v5p:4x4x4,h100:64", tokens="1T", tokens_per_step="1M")
+        >>> machines = "v5p:4x4x4,h100:64"
+        >>> offers = mw.offers("llama3-8b", on=machines, tokens="1T", tokens_per_step="1M")
         >>> offers[0].days < offers[1].days, offers[0].dollars > 0
         (True, True)
     """
@@ -310,7 +342,10 @@ class Offer(Brief):
     def brief(self) -> str:
         """Returns the plan, the days and the dollars."""
         cost = "no list price" if self.dollars is None else f"${self.dollars:,.0f}"
-        return f"of {format_count(self.tokens)} tokens: {self.days:.3g} days, {cost}; {self.plan.brief()}"
+        return (
+            f"of {format_count(self.tokens)} tokens: {self.days:.3g} days, {cost}; "
+            f"{self.plan.brief()}"
+        )
 
     @property
     def step_days(self) -> float:
@@ -343,7 +378,8 @@ def make_offer(plan: Plan, tokens: int, market: Market) -> Offer:
 
 
 def rank(offers: Sequence[Offer], aim: Aim) -> list[Offer]:
-    """Returns the offers with the least days or dollars first; those without the number last, by days."""
+    """Returns the offers with the least days or dollars first;
+    those without the number last, by days."""
 
     def key(offer: Offer) -> tuple[bool, float, float]:
         value = offer.days if aim == "time" else offer.dollars
@@ -353,7 +389,8 @@ def rank(offers: Sequence[Offer], aim: Aim) -> list[Offer]:
 
 
 def choose(offers: Sequence[Offer], days: float | None, dollars: float | None) -> list[Offer]:
-    """Returns the offers that keep a deadline and a budget: under a deadline the cheapest first, else the fastest.
+    """Returns the offers that keep a deadline and a budget: under a deadline the cheapest
+    first, else the fastest.
 
     Raises ConfigError with the nearest offers where there is none.
     """
@@ -367,43 +404,50 @@ def choose(offers: Sequence[Offer], days: float | None, dollars: float | None) -
 
 
 def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | None) -> ConfigError:
+    """Returns the error where no plan keeps the limits, with the plans that come nearest."""
     limits = [f"{days:g} days"] if days is not None else []
     limits += [f"${dollars:,.0f}"] if dollars is not None else []
+    within = " and ".join(limits)
     priced = [offer for offer in offers if offer.dollars is not None]
     if dollars is not None and not priced:
         chips = sorted({offer.plan.target.name for offer in offers})
         return ConfigError(
-            f"a training within {' and '.join(limits)}",
+            f"a training within {within}",
             f"there is no price for {', '.join(chips)}",
-            "--prices FILE with a row for the chip, or other --terms",
+            f"--prices FILE with a row of the chip {chips[0]}",
         )
 
     def excess(offer: Offer) -> float:
-        return max(offer.days / (days or math.inf), (offer.dollars or 0.0) / (dollars or math.inf))
+        """Returns how many times a plan is above the limits."""
+        excess_days = offer.days / (days or math.inf)
+        excess_dollars = (offer.dollars or 0.0) / (dollars or math.inf)
+        return max(excess_days, excess_dollars)
 
-    def line(offer: Offer) -> str:
-        money = "no price" if offer.dollars is None else f"${offer.dollars:,.0f}"
-        return f"{offer.plan.target}, {offer.plan.name}: {offer.days:.1f} days, {money}"
-
-    lines = [f"fastest:  {line(min(offers, key=lambda offer: offer.days))}"]
+    fastest = min(offers, key=lambda offer: offer.days)
+    lines = [f"fastest:  {_line(fastest)}"]
     if dollars is not None:
-        lines.append(f"cheapest: {line(min(priced, key=lambda offer: offer.dollars or 0.0))}")
+        cheapest = min(priced, key=lambda offer: offer.dollars or 0.0)
+        lines.append(f"cheapest: {_line(cheapest)}")
     close = min(offers if dollars is None else priced, key=excess)
     fewer = close.tokens / 1e9 / excess(close)
     lines.append(
-        f"nearest:  {line(close)}, {excess(close):.3g} times the limit: {fewer:,.0f} B tokens would keep it"
+        f"nearest:  {_line(close)}, {excess(close):.3g} times the limit: {fewer:,.0f} B tokens "
+        "would keep it"
     )
     fixes = []
     if days is not None:
         fixes.append(f"--days {math.ceil(max(days, close.days) * 10) / 10:g}")
     if dollars is not None:
-        fixes.append(
-            f"--budget {max(dollars, math.ceil((close.dollars or 0.0) / 1000) * 1000):.0f}"
-        )
+        needed = math.ceil((close.dollars or 0.0) / 1000) * 1000
+        fixes.append(f"--budget {max(dollars, needed):.0f}")
+    more_chips = ", more or faster chips in --on" if days is not None else ""
     return ConfigError(
-        f"a training of {close.tokens / 1e9:,.0f} B tokens within {' and '.join(limits)}",
+        f"a training of {close.tokens / 1e9:,.0f} B tokens within {within}",
         "none of the plans keeps it:\n    " + "\n    ".join(lines),
-        " ".join(fixes)
-        + (", more or faster chips in --on" if days is not None else "")
-        + ", or fewer --tokens",
+        f"{' '.join(fixes)}{more_chips}, or fewer --tokens",
     )
+
+
+def _line(offer: Offer) -> str:
+    money = "no price" if offer.dollars is None else f"${offer.dollars:,.0f}"
+    return f"{offer.plan.target}, {offer.plan.name}: {offer.days:.1f} days, {money}"

@@ -1,4 +1,5 @@
-"""Optimizers as the planner prices them: state, HBM traffic, matrix products, collectives and temporaries of an update.
+"""Optimizers as the planner prices them: state, HBM traffic, matrix products, collectives
+and temporaries of an update.
 
 The matrix products of a rule from outside the package are not known.
 """
@@ -21,7 +22,8 @@ from meshwright.update_rules import UPDATE_RULES
 from meshwright.words import AXES
 
 _OTHERS_MOVE = 16
-"""HBM bytes per parameter of any other update, without its state, which is read and written on top."""
+"""HBM bytes per parameter of any other update, without its state,
+which is read and written on top."""
 _ROUND_COPIES = 3
 """Full matrices of a round at once: the iterate, its successor, and an intermediate product."""
 
@@ -51,7 +53,8 @@ def state_of(placed: PlacedRun) -> StateOf:
 def state_arrays(
     layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding: Any
 ) -> tuple[StoredArray, ...]:
-    """Returns the arrays of the optimizer state, without counters of steps where the rule is built in."""
+    """Returns the arrays of the optimizer state,
+    without counters of steps where the rule is built in."""
     row = UPDATE_RULES.get(optimizer.name)
     if row is None or row.moments is None:
         return _arrays_of_rule(
@@ -106,7 +109,8 @@ def _state_bytes(layout: ModelLayout, *rest: Any) -> int:
 
 
 def update_bytes_moved(placed: PlacedRun, trained: float) -> float:
-    """Returns the HBM bytes that an update reads and writes. trained: trained elements of a device."""
+    """Returns the HBM bytes that an update reads and writes.
+    trained: trained elements of a device."""
     row = UPDATE_RULES.get(placed.run.optimizer.name)
     return (
         trained * _OTHERS_MOVE + 2 * state_bytes(placed)
@@ -116,7 +120,8 @@ def update_bytes_moved(placed: PlacedRun, trained: float) -> float:
 
 
 def _matrices_of(placed: PlacedRun) -> MuonPlan | None:
-    """Returns the division of the update's matrices among devices; None for a rule without matrix products."""
+    """Returns the division of the update's matrices among devices;
+    None for a rule without matrix products."""
     row = UPDATE_RULES.get(placed.run.optimizer.name)
     if row is None or not row.matrices:
         return None
@@ -154,7 +159,8 @@ def _newton_schulz(stack: Stack, matrices: int, parts: int) -> list[Matmul]:
 
 
 def update_exchanges(placed: PlacedRun) -> list[tuple[Exchange, float]]:
-    """Returns the collectives of an update, each with the bytes of its array; none for rules without matrices."""
+    """Returns the collectives of an update, each with the bytes of its array;
+    none for rules without matrices."""
     matrices = _matrices_of(placed)
     if matrices is None:
         return []
@@ -172,8 +178,8 @@ def update_exchanges(placed: PlacedRun) -> list[tuple[Exchange, float]]:
 def update_temporaries(placed: PlacedRun) -> float:
     """Returns the bytes that an update needs besides state and gradients.
 
-    A device's momentum with Nesterov's step and the update itself, in float32 and in the compute dtype, and the
-    matrices of a round.
+    A device's momentum with Nesterov's step and the update itself, in float32 and in the compute
+    dtype, and the matrices of a round.
     """
     matrices = _matrices_of(placed)
     if matrices is None:

@@ -41,17 +41,21 @@ def overlap_communication(
     """Returns how long links are busy, and how much of it is exposed.
 
     computation: seconds of a step's computation by pass.
-    scheduled_by_price: whether the compiler schedules the step by predicted times (`Settled.scheduled_by_price`).
+    scheduled_by_price: whether the compiler schedules the step by predicted times
+    (`Settled.scheduled_by_price`).
 
-    A blocking movement is exposed but for the pieces that it is sent in. The others of a pass share its computation c:
+    A blocking movement is exposed but for the pieces that it is sent in.
+    The others of a pass share its computation c:
 
         exposed = t - min(o * t, p * room),  room = c,  on a torus c * t / sqrt(t^2 + c^2)
 
-    On GPUs of a step that is scheduled by predicted times, what overlaps slows the computation beside it, which takes
-    `communication_multiprocessors` / multiprocessors of the overlapped seconds longer; these count as exposed.
+    On GPUs of a step that is scheduled by predicted times, what overlaps slows the computation
+    beside it, which takes `communication_multiprocessors` / multiprocessors of the overlapped
+    seconds longer; these count as exposed.
 
-    t: seconds of all of them.  o, p: fractions of transfers and of computation that can overlap.  On a torus less is
-    left to compute than to send near the end of a pass, the more so the closer the two are.
+    t: seconds of all of them.
+    o, p: fractions of transfers and of computation that can overlap. On a torus less is left to
+    compute than to send near the end of a pass, the more so the closer the two are.
     """
     overlap = _Overlap(target, physics, computation, scheduled_by_price)
     timed, routes = _timed(traffic, mapping, _launch_seconds(target, physics))
@@ -89,7 +93,8 @@ def _launch_seconds(target: Target, physics: Physics) -> float:
 def _timed(
     traffic: Iterable[Movement], mapping: AxisMapping, launches: float
 ) -> tuple[list[TimedMovement], dict[str, str]]:
-    """Returns the movements between devices with their seconds in a step, and the links of each set of axes."""
+    """Returns the movements between devices with their seconds in a step,
+    and the links of each set of axes."""
     timed: list[TimedMovement] = []
     routes: dict[str, str] = {}
     for movement in traffic:
@@ -114,7 +119,8 @@ class _Overlap(NamedTuple):
     def of_blocking(self, movement: Movement, pieces: Mapping[str, float]) -> float:
         """Returns the fraction of a blocking movement that overlaps.
 
-        pieces: seconds by pass of all that is sent in pieces, which overlaps with all of the pass at most.
+        pieces: seconds by pass of all that is sent in pieces,
+        which overlaps with all of the pass at most.
         """
         efficiency = self.target.efficiency
         fraction = movement.overlap
@@ -127,7 +133,8 @@ class _Overlap(NamedTuple):
         return fraction
 
     def seconds(self, transfers: float, name: str, has_exchange: bool) -> float:
-        """Returns the seconds of a pass' transfers that overlap. has_exchange: whether a step sends rows of experts."""
+        """Returns the seconds of a pass' transfers that overlap.
+        has_exchange: whether a step sends rows of experts."""
         computation = self.computation[name]
         room = computation
         if self.target.chip.on_torus:
@@ -146,7 +153,8 @@ class _Overlap(NamedTuple):
     def slowed(self) -> float:
         """Fraction of the overlapped seconds by which the computation beside them takes longer.
 
-        Collectives take multiprocessors from it. Overlap that is fitted to measured steps has this in itself.
+        Collectives take multiprocessors from it.
+        Overlap that is fitted to measured steps has this in itself.
         """
         multiprocessors = self.target.chip.multiprocessors
         if not (self.scheduled_by_price and self.physics.overlapped_compute and multiprocessors):

@@ -22,7 +22,8 @@ class MicrobatchSeconds:
     recomputation: float
     backward: float
     repeated: float
-    """The forward pass that a backward task repeats from its saved input; 0 where the stage keeps its activations."""
+    """The forward pass that a backward task repeats from its saved input;
+    0 where the stage keeps its activations."""
     exposed: float
     """What its layers wait for: collectives over `tensor`, `context` and `expert`."""
 
@@ -45,15 +46,16 @@ PipelineTime = Callable[[TaskCounts, MicrobatchSeconds], PipelineSeconds]
 def lockstep(tasks: TaskCounts, seconds: MicrobatchSeconds) -> PipelineSeconds:
     """Prices this package's pipeline, whose stages all finish a tick together (step/pipeline.py).
 
-    A tick lasts as long as the tasks of its busiest stage. Two stages, F = 1 and B = 3 (3 of recomputation and backward):
+    A tick lasts as long as the tasks of its busiest stage. Two stages, F = 1 and B = 3 (3 of
+    recomputation and backward):
 
         tick      0   1      2      3
         stage 0   F   F      B      B       step = 1 + 3 + 3 + 3
         stage 1   .   F B    B ...          bubble = step - own tasks
     """
     virtual_stages = tasks.virtual_stages
-    # A backward task recomputes what its stage and the remat policy did not save. Weight gradients need the gradients
-    # of all activations, which they compute again.
+    # A backward task recomputes what its stage and the remat policy did not save. Weight gradients
+    # need the gradients of all activations, which they compute again.
     recomputation = seconds.repeated + seconds.recomputation
     task_seconds = {
         FORWARD: seconds.forward / virtual_stages,

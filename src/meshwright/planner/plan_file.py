@@ -33,7 +33,8 @@ class PlanFile:
 
 
 def prediction_json(plan: Plan) -> dict[str, Any]:
-    """Returns the planner's prediction as JSON values: seconds, bytes per device, MFU, and their breakdowns."""
+    """Returns the planner's prediction as JSON values: seconds, bytes per device, MFU,
+    and their breakdowns."""
     e = plan.estimate
     return {
         "seconds": e.seconds,
@@ -58,8 +59,8 @@ def write_plan(
 ) -> None:
     """Writes a plan file.
 
-    compiled: figures of the target's compiler for this plan and others. Raises ConfigError where the file cannot be
-    written.
+    compiled: figures of the target's compiler for this plan and others. Raises ConfigError where
+    the file cannot be written.
     """
     contents = {
         "plan": FORMAT,

@@ -18,8 +18,8 @@ SAME_SIZE = 1.5
 class Record:
     """Fastest published run of a model on a family of chips.
 
-    Its MFU is counted from its speed by models/flops.py, as that of a prediction is: other publishers count attention
-    without its mask, which is 3 percentage points more on v6e.
+    Its MFU is counted from its speed by models/flops.py, as that of a prediction is: other
+    publishers count attention without its mask, which is 3 percentage points more on v6e.
     """
 
     family: str
@@ -35,12 +35,16 @@ class Record:
     """Its id in bench/foresight/published.csv or v6e-steps.csv, which have its source."""
 
     def __str__(self) -> str:
-        return f"{self.mfu:.1%} ({self.program.split(' (')[0]}, {self.model}, {self.devices:,} devices)"
+        return (
+            f"{self.mfu:.1%} ({self.program.split(' (')[0]}, {self.model}, {self.devices:,} "
+            "devices)"
+        )
 
 
 @functools.cache
 def read_records() -> tuple[Record, ...]:
-    """Reads the fastest run of each model, by family of chips and precision; the highest MFU first."""
+    """Reads the fastest run of each model, by family of chips and precision;
+    the highest MFU first."""
     rows = json.loads(RECORDS_FILE.read_text(encoding="utf-8"))["records"]
     records = [Record(**row) for row in rows]
     return tuple(sorted(records, key=lambda record: -record.mfu))
@@ -56,12 +60,14 @@ def records_of(e: Estimate, matmul_precision: str) -> tuple[Record, ...]:
 
 
 def record_of(e: Estimate, matmul_precision: str) -> Record | None:
-    """Returns the highest MFU of a prediction's chip and precision; None where no run is published."""
+    """Returns the highest MFU of a prediction's chip and precision;
+    None where no run is published."""
     return next(iter(records_of(e, matmul_precision)), None)
 
 
 def record_of_size(e: Estimate, matmul_precision: str) -> Record | None:
-    """Returns the highest MFU of models with about as many FLOPs per token; None where none is published."""
+    """Returns the highest MFU of models with about as many FLOPs per token;
+    None where none is published."""
     if not e.tokens:
         return None
     flops_per_token = e.model_flops * e.devices / e.tokens
@@ -73,7 +79,8 @@ def record_of_size(e: Estimate, matmul_precision: str) -> Record | None:
 
 
 def record_note(e: Estimate, matmul_precision: str) -> str | None:
-    """Says that a prediction is above everything measured, of any model or of its size, or that nothing is published.
+    """Says that a prediction is above everything measured, of any model or of its size,
+    or that nothing is published.
 
     None where it is below both records.
     """

@@ -1,9 +1,10 @@
 """Search over the meshes, pipeline schedules, microbatches and remat policies of a run on a target.
 
-Only what the trainer itself accepts is priced (`runs.placed_run.place_run`). On each mesh all remat policies are priced
-with a growing number of microbatches: fewer tokens at a time leave memory for a policy that recomputes less, which is
-often faster than the smallest number of microbatches that fits. Pricing stops where no policy, whether it fits or not,
-is as fast as the best plan of the mesh, because more microbatches make every policy slower.
+Only what the trainer itself accepts is priced (`runs.placed_run.place_run`). On each mesh all remat
+policies are priced with a growing number of microbatches: fewer tokens at a time leave memory for a
+policy that recomputes less, which is often faster than the smallest number of microbatches that
+fits. Pricing stops where no policy, whether it fits or not, is as fast as the best plan of the
+mesh, because more microbatches make every policy slower.
 """
 
 import contextlib
@@ -13,10 +14,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from meshwright.config import MeshShape, Remat, StageSaves
+from meshwright.config import MeshShape, Remat, StageSaves, Training
 from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import Shown, format_bytes
+from meshwright.hardware.interconnect import machine_of_target
 from meshwright.hardware.targets import Target, parse_target
+from meshwright.models.quantisation import check_precision
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.compute import WithoutCopies
 from meshwright.planner.estimate import Estimate, StepModel, estimate, training_with, with_remat
@@ -33,8 +36,8 @@ _MAX_TENSOR, _MAX_STAGES, _MAX_CONTEXT = 64, 32, 64
 _MAX_MICROBATCHES = 128
 """Microbatches of a pipeline."""
 SCHEDULES_TRIED = ("1f1b", "interleaved", "zbv")
-"""Pipeline schedules that are priced. Of the others gpipe and circular take as long as 1f1b and interleaved and hold
-more inputs, and zero_bubble repeats work."""
+"""Pipeline schedules that are priced. Of the others gpipe and circular take as long as 1f1b and
+interleaved and hold more inputs, and zero_bubble repeats work."""
 _MIN_LOCAL_SEQ = 1024
 """Tokens per device below which a sequence is not split further."""
 REMAT_ORDER = tuple(cast("dict[Remat, Any]", REMAT_POLICIES))
@@ -42,13 +45,15 @@ REMAT_ORDER = tuple(cast("dict[Remat, Any]", REMAT_POLICIES))
 STAGE_SAVES: tuple[StageSaves, ...] = ("layers", "input")
 """What a pipeline stage may save, from that which recomputes less."""
 OFFLOADING = tuple(name for name in REMAT_ORDER if REMAT_POLICIES[name].offloaded)
-"""Remat policies that use the memory of the host. They run where they are named and are never chosen: four compiled
-programs needed up to 31 % more memory than planned with libtpu 0.0.52 and 11 to 73 % more with 0.0.50.1 (docs/log.md).
+"""Remat policies that use the memory of the host. They run where they are named and are never
+chosen: four compiled programs needed up to 31 % more memory than planned with libtpu 0.0.52 and 11
+to 73 % more with 0.0.50.1 (docs/log.md).
 """
 CHOSEN_REMAT = tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
 """Remat policies that are chosen from."""
 _SLOWER = 1.5
-"""Step time over that of the best plan above which the remaining remat policies of a mesh, all slower, are skipped."""
+"""Step time over that of the best plan above which the remaining remat policies
+of a mesh, all slower, are skipped."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -60,7 +65,8 @@ class Plan(Shown):
         >>> best.name, best.estimate.bound_by
         ('fsdp=64, projections', 'matmuls')
         >>> best
-        <Plan of llama3-8b on v5p:4x4x4: fsdp=64, projections; 2.73 s, 67% MFU, 53 of 96 GiB, predicted>
+        <Plan of llama3-8b on v5p:4x4x4: fsdp=64, projections; 2.73 s, 67% MFU,
+         53 of 96 GiB, predicted>
     """
 
     placed: PlacedRun
@@ -71,13 +77,14 @@ class Plan(Shown):
         e = self.estimate
         memory = f"{e.bytes / 2**30:.0f} of {e.hbm_bytes / 2**30:.0f} GiB"
         return (
-            f"of {self.run.name} on {self.target}: {self.name}; {e.seconds:.3g} s, {e.mfu:.0%} MFU, {memory}, "
-            "predicted"
+            f"of {self.run.name} on {self.target}: {self.name}; {e.seconds:.3g} s, {e.mfu:.0%} "
+            f"MFU, {memory}, predicted"
         )
 
     @property
     def record_note(self) -> str | None:
-        """Sentence for an MFU above everything published for its chip, or where nothing is published; else None."""
+        """Sentence for an MFU above everything published for its chip,
+        or where nothing is published; else None."""
         return record_note(self.estimate, self.run.training.matmul_precision)
 
     @property
@@ -97,7 +104,8 @@ class Plan(Shown):
 
     @property
     def name(self) -> str:
-        """Mesh, remat policy and what differs from the default: `fsdp=64,tensor=4, full, 2 microbatches`."""
+        """Mesh, remat policy and what differs from the default:
+        `fsdp=64,tensor=4, full, 2 microbatches`."""
         training = self.run.training
         features: list[str] = [training.remat]
         if training.saved_layers:
@@ -130,8 +138,9 @@ class SearchResult:
     priced: int
     """Number of plans that were priced."""
     bound: float = 0.0
-    """Least seconds of any searched mesh by the same rates, without its bubble (`least_seconds`), which shows what the
-    search missed and bounds no measured step; 0 for wrapped models, and where nothing fits."""
+    """Least seconds of any searched mesh by the same rates, without its bubble (`least_seconds`),
+    which shows what the search missed and bounds no measured step; 0 for wrapped models, and where
+    nothing fits."""
 
 
 def check_size(shape: MeshShape, target: Target) -> None:
@@ -144,7 +153,8 @@ def check_size(shape: MeshShape, target: Target) -> None:
 
 
 def _split_sizes(run: Run, axis: str) -> list[tuple[str, int]]:
-    """Returns letter and size of the parameter dimensions over a mesh axis, without the vocabulary, which is padded."""
+    """Returns letter and size of the parameter dimensions over a mesh axis,
+    without the vocabulary, which is padded."""
     table = find_layout(with_safe_choices(run).layout).table
     return [
         (letter, size)
@@ -155,14 +165,16 @@ def _split_sizes(run: Run, axis: str) -> list[tuple[str, int]]:
 
 
 def split_size(run: Run, axis: str) -> int:
-    """Returns the number that the degree of a mesh axis must divide, 1 where the axis splits no parameter."""
+    """Returns the number that the degree of a mesh axis must divide, 1
+    where the axis splits no parameter."""
     return math.gcd(*(size for _, size in _split_sizes(run, axis))) or 1
 
 
 def tensor_degrees(run: Run) -> list[int]:
     """Returns the degrees of `tensor` that divide what it splits, in ascending order.
 
-    Key/value heads are the exception: where they are fewer than the devices, and divide them, every device has all.
+    Key/value heads are the exception: where they are fewer than the devices,
+    and divide them, every device has all.
     """
     sizes = set(_split_sizes(run, "tensor"))
     kv_heads = [size for letter, size in sizes if letter == "K"]
@@ -173,8 +185,8 @@ def tensor_degrees(run: Run) -> list[int]:
 def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
     """Yields the meshes over all devices of a target that are worth pricing.
 
-    Degrees of `tensor` and `expert` divide the parameter dimensions they split; `tensor` stays inside a GPU node, so
-    that its collectives use NVLink. `data` > 1 with `fsdp` > 1 is HSDP.
+    Degrees of `tensor` and `expert` divide the parameter dimensions they split; `tensor` stays
+    inside a GPU node, so that its collectives use NVLink. `data` > 1 with `fsdp` > 1 is HSDP.
     """
     devices = target.devices
     tensors, stages, contexts, experts = _degrees(run, target)
@@ -195,14 +207,17 @@ def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
 def _degrees(run: Run, target: Target) -> tuple[list[int], list[int], list[int], list[int]]:
     """Returns the degrees of `tensor`, `stage`, `context` and `expert` that are tried.
 
-    Raises ConfigError where the degree of `tensor` of a model without known layers, which only its author can choose,
-    does not divide the devices.
+    Raises ConfigError where the degree of `tensor` of a model without known layers, which only its
+    author can choose, does not divide the devices.
     """
     devices = target.devices
     if not run.model.states_layers:
         tensor = run.mesh.tensor if run.mesh else 1
         if devices % tensor:
-            truth = f"its mesh has tensor={tensor}, and {devices} devices = {devices // tensor} * {tensor} + "
+            truth = (
+                f"its mesh has tensor={tensor}, and {devices} devices = {devices // tensor} * "
+                f"{tensor} + "
+            )
             fix = "a degree of tensor that divides the devices"
             raise ConfigError(f"{run.name} on {target}", f"{truth}{devices % tensor}", fix)
         return [tensor], [1], [1], [1]
@@ -221,16 +236,19 @@ def _degrees(run: Run, target: Target) -> tuple[list[int], list[int], list[int],
 
 
 def _replica_counts(devices: int, stages: int, target: Target) -> list[int]:
-    """Returns the degrees of `data`: 1 (FSDP), all devices, and between them groups of devices that shard (HSDP).
+    """Returns the degrees of `data`: 1 (FSDP), all devices,
+    and between them groups of devices that shard (HSDP).
 
-    A pipeline's groups are only the slices or nodes: it has many more meshes, and its stages shard already.
+    A pipeline's groups are only the slices or nodes: it has many more meshes,
+    and its stages shard already.
     """
     counts = divisors(devices) if stages == 1 else (1, target.domains, devices)
     return sorted({data for data in counts if devices % data == 0})
 
 
 def _across_slices(shape: MeshShape, target: Target) -> MeshShape | None:
-    """Returns the mesh with its outermost possible axis across the slices (DCN), or None where no axis divides."""
+    """Returns the mesh with its outermost possible axis across the slices (DCN),
+    or None where no axis divides."""
     if target.slices == 1:
         return shape
     for axis in ("data", "stage", "fsdp"):
@@ -240,9 +258,11 @@ def _across_slices(shape: MeshShape, target: Target) -> MeshShape | None:
 
 
 def idle_stages(run: Run, shape: MeshShape) -> str | None:
-    """States why a pipeline is not priced that has fewer sequences than stages; None for other meshes.
+    """States why a pipeline is not priced that has fewer sequences than stages;
+    None for other meshes.
 
-    With m microbatches in s stages a stage waits during (s - 1) / (m + s - 1) of the step: most of it where m < s.
+    With m microbatches in s stages a stage waits during (s - 1) / (m + s - 1)
+    of the step: most of it where m < s.
     """
     sequences = run.training.batch // shape.over(BATCH_AXES)
     if shape.stage == 1 or sequences >= shape.stage or run.training.microbatches:
@@ -252,47 +272,38 @@ def idle_stages(run: Run, shape: MeshShape) -> str | None:
         ConfigError(
             f"{shape.stage} pipeline stages for {sequences} sequence(s) of a replica",
             f"with a microbatch for each sequence a stage waits during {waiting:.0%} of a step",
-            f"--batch {shape.stage * shape.over(BATCH_AXES)} or more, --why {shape} to price it, or fewer stages",
+            f"--batch {shape.stage * shape.over(BATCH_AXES)} or more, --why {shape} to price it, "
+            "or fewer stages",
         )
     )
 
 
 def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
-    """Yields the run on a mesh with each pipeline schedule and number of microbatches worth pricing.
+    """Yields the run on a mesh with each pipeline schedule and number
+    of microbatches worth pricing.
 
-    What the run names is kept: its layout, microbatches, schedule, and the virtual stages of that schedule. Without a
-    pipeline the microbatches stay open.
+    What the run names is kept: its layout, microbatches, schedule, and the virtual stages of that
+    schedule. Without a pipeline the microbatches stay open.
     """
     training = run.training
     if shape.context > 1 and training.context_strategy == "auto":
-        even = not max(1, (run.model.spec().kv_heads or 1) // shape.tensor) % shape.context
-        run = _with_training(run, context_strategy="ulysses" if even else "ring")
+        local_heads = max(1, (run.model.spec().kv_heads or 1) // shape.tensor)
+        is_divisible = local_heads % shape.context == 0
+        run = _with_training(run, context_strategy="ulysses" if is_divisible else "ring")
     laid_out = [
         dataclasses.replace(run, mesh=shape, layout=layout) for layout in _layouts(run, shape)
     ]
     if shape.stage == 1:
         yield from laid_out
         return
-    local_batch, layers = (
-        max(1, training.batch // shape.over(BATCH_AXES)),
-        len(run.model.spec().layers),
-    )
-    counts = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
-    counts = (
-        [training.microbatches]
-        if training.microbatches
-        else counts or [min(local_batch, shape.stage)]
-    )
-    named = training.pipeline_schedule
-    for microbatches in sorted(
-        {min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)}
-    ):
-        for schedule in SCHEDULES_TRIED if named == "auto" else (named,):
-            parts = (
-                _virtual_stages(schedule, shape.stage, layers)
-                if named == "auto"
-                else [training.virtual_stages]
-            )
+    layers = len(run.model.spec().layers)
+    is_open = training.pipeline_schedule == "auto"
+    schedules = SCHEDULES_TRIED if is_open else (training.pipeline_schedule,)
+    for microbatches in _microbatch_counts(training, shape):
+        for schedule in schedules:
+            parts = [training.virtual_stages]
+            if is_open:
+                parts = _virtual_stages(schedule, shape.stage, layers)
             for each, virtual_stages in itertools.product(laid_out, parts):
                 yield _with_training(
                     each,
@@ -302,11 +313,28 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
                 )
 
 
-def _layouts(run: Run, shape: MeshShape) -> list[str]:
-    """Returns the layouts of a mesh that are priced: the one that the run names, or each that `auto` may be.
+def _microbatch_counts(training: Training, shape: MeshShape) -> list[int]:
+    """Returns the microbatches that the run names,
+    or the possible numbers that are nearest to 2, 4 and 8 for each stage."""
+    if training.microbatches:
+        return [training.microbatches]
+    local_batch = max(1, training.batch // shape.over(BATCH_AXES))
+    possible = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
+    possible = possible or [min(local_batch, shape.stage)]
+    nearest = set()
+    for per_stage in (2, 4, 8):
+        wanted = per_stage * shape.stage
+        nearest.add(min(possible, key=lambda m: abs(m - wanted)))
+    return sorted(nearest)
 
-    Instead of `fsdp`, a pipeline's replicas share the optimizer state too (`zero1`): they sum their gradients after the
-    last microbatch in either layout, and a reduce-scatter and an all-gather send no more than the all-reduce.
+
+def _layouts(run: Run, shape: MeshShape) -> list[str]:
+    """Returns the layouts of a mesh that are priced: the one that the run names,
+    or each that `auto` may be.
+
+    Instead of `fsdp`, a pipeline's replicas share the optimizer state too (`zero1`): they sum their
+    gradients after the last microbatch in either layout, and a reduce-scatter and an all-gather
+    send no more than the all-reduce.
     """
     if run.layout != "auto" or not run.model.states_layers:
         return [run.layout]
@@ -330,7 +358,8 @@ def _with_training(run: Run, **changes: Any) -> Run:
 
 
 def _virtual_stages(schedule: str, stages: int, layers: int) -> list[int]:
-    """Returns the virtual stages of a schedule that are priced: 2, 4, 8 and so on where it takes any number.
+    """Returns the virtual stages of a schedule that are priced: 2, 4, 8 and so on
+    where it takes any number.
 
     Fewer than one part of each stage may be empty (sharding/stages.py).
     """
@@ -340,7 +369,8 @@ def _virtual_stages(schedule: str, stages: int, layers: int) -> list[int]:
 
 
 def accumulation_counts(run: Run, shape: MeshShape) -> list[int]:
-    """Returns the numbers of microbatches of a mesh without a pipeline: the divisors of a device's sequences."""
+    """Returns the numbers of microbatches of a mesh without a pipeline: the divisors
+    of a device's sequences."""
     return divisors(max(1, run.training.batch // shape.over(BATCH_AXES)))
 
 
@@ -355,7 +385,8 @@ def price_placed(placed: PlacedRun, target: Target) -> Plan:
 
 
 def stage_saves_of(placed: PlacedRun) -> tuple[StageSaves, ...]:
-    """Returns what the stages of a run can save: with frozen weights or a split backward pass only inputs."""
+    """Returns what the stages of a run can save: with frozen weights
+    or a split backward pass only inputs."""
     if placed.run.finetune.method == "lora":
         return ("input",)
     if placed.run.training.pipeline_schedule in SCHEDULES_TRIED:  # none of them splits it
@@ -365,7 +396,8 @@ def stage_saves_of(placed: PlacedRun) -> tuple[StageSaves, ...]:
 
 
 def remat_policies(target: Target) -> tuple[Remat, ...]:
-    """Returns the remat policies of a target: offloading is only for TPUs, because XLA ignores it on GPUs."""
+    """Returns the remat policies of a target: offloading is only for TPUs,
+    because XLA ignores it on GPUs."""
     return REMAT_ORDER if target.chip.on_torus else CHOSEN_REMAT
 
 
@@ -389,12 +421,16 @@ def with_saved_layers(plan: Plan) -> Plan:
 
 
 def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> SearchResult:
-    """Ranks the plans of `run` on all devices of `target`; its own mesh, remat and microbatches are not used.
+    """Ranks the plans of `run` on all devices of `target`;
+    its own mesh, remat and microbatches are not used.
 
-    include: meshes that are priced in full besides the candidates, so that they are ranked with them. Raises
-    ConfigError where one of them has another number of devices than the target.
+    include: meshes that are priced in full besides the candidates, so that they are ranked with
+    them. Raises ConfigError where one of them has another number of devices than the target.
     """
     check_sizes(run)
+    # Any mesh tells what the chip can multiply.
+    shape_of_chip = _across_slices(MeshShape(fsdp=target.devices), target) or MeshShape()
+    check_precision(run.training.matmul_precision, machine_of_target(target, shape_of_chip))
     for shape in include:
         check_size(shape, target)
     plans: list[Plan] = []
@@ -416,26 +452,29 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
         if idle is not None and shape not in include:
             refused[str(shape)] = idle
             continue
-        without_bubble: dict[tuple[int, str, str], float] = {}
+        without_bubble: dict[tuple[str, int, str], float] = {}
         tried = runs if shape.stage > 1 else runs[:1]
         for scheduled in itertools.chain.from_iterable(
             candidate_schedules(run, shape) for run in tried
         ):
-            # More virtual stages make the bubble smaller, and nothing else.
-            schedule = (
-                scheduled.training.microbatches,
-                scheduled.training.pipeline_schedule,
-                scheduled.layout,
-            )
-            if shape not in include and without_bubble.get(schedule, 0.0) > fastest:
+            # Of the schedules that are always tried 1F1B comes first. The others, and more virtual
+            # stages, make the bubble smaller and nothing else, so none is below 1F1B without a
+            # bubble. Tabulating a schedule takes longer than pricing it.
+            schedule = scheduled.training.pipeline_schedule
+            schedule = "" if schedule in SCHEDULES_TRIED else schedule
+            pipeline = (schedule, scheduled.training.microbatches, scheduled.layout)
+            if shape not in include and without_bubble.get(pipeline, 0.0) > fastest:
                 continue
             limit = math.inf if shape in include else fastest * _SLOWER
             found = _best_of_mesh(scheduled, target, refused, limit)
-            without_bubble[schedule] = found.without_bubble
+            without_bubble[pipeline] = min(
+                found.without_bubble, without_bubble.get(pipeline, math.inf)
+            )
             priced += found.priced
             if found.best is not None:
                 plans.append(found.best)
-                # A plan without room may be the only one that fits: it prunes by more than those with room.
+                # A plan without room may be the only one that fits: it prunes by more
+                # than those with room.
                 fastest = min(
                     fastest,
                     found.best.estimate.seconds * (1.0 if is_roomy(found.best) else _SLOWER),
@@ -451,7 +490,8 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
 
 
 def with_open_choices(run: Run) -> Run:
-    """Returns the run with everything left open that a plan chooses; without known layers, its remat policy stays."""
+    """Returns the run with everything left open that a plan chooses;
+    without known layers, its remat policy stays."""
     if not run.model.states_layers:
         return run
     run = dataclasses.replace(run, layout="auto" if run.layout == "fsdp" else run.layout)
@@ -467,7 +507,8 @@ def with_open_choices(run: Run) -> Run:
 
 
 def least_seconds(run: Run, target: Target, best: Plan) -> float:
-    """Returns the least predicted seconds of any mesh and schedule of the search that fits as `best` does.
+    """Returns the least predicted seconds of any mesh and schedule of the search
+    that fits as `best` does.
 
     It shows what the search missed. It is not a bound on hardware, which can be faster than the
     rates of `Efficiency`. Pipelines are taken to have no bubble, any fraction of the layers may be
@@ -547,7 +588,8 @@ def _saves_of_stages(placed: PlacedRun) -> tuple[StageSaves | None, ...]:
 
 
 def is_roomy(plan: Plan) -> bool:
-    """Returns whether a plan that fits leaves the compiler the memory that it needs to be as fast as priced."""
+    """Returns whether a plan that fits leaves the compiler the memory that it needs to be
+    as fast as priced."""
     return plan.estimate.bytes <= plan.target.chip.roomy_bytes
 
 
@@ -557,10 +599,11 @@ def preference(plan: Plan) -> tuple[bool, float]:
 
 
 def closeness(plan: Plan) -> tuple[float, bool, float]:
-    """Sorts plans that do not fit: those that need least memory first, in the phase that needs most.
+    """Sorts plans that do not fit: those that need least memory first,
+    in the phase that needs most.
 
-    What a save or a start needs does not depend on the remat policy. Where such a phase decides, the fastest plan whose
-    step fits comes first.
+    What a save or a start needs does not depend on the remat policy. Where such a phase decides,
+    the fastest plan whose step fits comes first.
     """
     e = plan.estimate
     return e.bytes_in(e.peak_phase), not e.fits_in("step"), e.seconds
@@ -587,9 +630,11 @@ class _MeshSearch:
         )
 
     def price(self, placed: PlacedRun, limit: float) -> float:
-        """Prices the remat policies of a placed run; returns the shortest step of any, whether it fits or not.
+        """Prices the remat policies of a placed run;
+        returns the shortest step of any, whether it fits or not.
 
-        limit: seconds above which the policies after the first, which is the fastest on most runs, are left out.
+        limit: seconds above which the policies after the first,
+        which is the fastest on most runs, are left out.
         """
         plans, named = list[Plan](), self.run.training.stage_saves
         staged = placed.layout.shape.stage > 1
@@ -642,7 +687,8 @@ class _MeshSearch:
 def _best_of_mesh(
     scheduled: Run, target: Target, refused: dict[str, str], limit: float
 ) -> _MeshSearch:
-    """Prices the numbers of microbatches and remat policies of a run with its mesh and pipeline schedule.
+    """Prices the numbers of microbatches and remat policies of a run with its mesh
+    and pipeline schedule.
 
     refused: receives the trainer's error by mesh. limit: seconds above which pricing stops.
     """
@@ -662,7 +708,8 @@ def _best_of_mesh(
 
 
 def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None, Plan | None]:
-    """Returns the best plan on one mesh that fits, and of those that do not the one that needs least memory.
+    """Returns the best plan on one mesh that fits,
+    and of those that do not the one that needs least memory.
 
     What the run names is kept. Raises ConfigError where the trainer refuses the mesh.
     """
@@ -682,9 +729,11 @@ def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None,
 
 
 def variants(run: Run, target: Target, shape: MeshShape) -> tuple[Plan, list[tuple[str, Plan]]]:
-    """Prices `run` on a mesh, and with one option changed: remat, microbatches, or half of an axis given to `tensor`.
+    """Prices `run` on a mesh, and with one option changed: remat, microbatches,
+    or half of an axis given to `tensor`.
 
-    Returns the plan and (command-line option, plan with it). Variants that the trainer refuses are left out.
+    Returns the plan and (command-line option, plan with it).
+    Variants that the trainer refuses are left out.
     """
     base = price_run(dataclasses.replace(run, mesh=shape), target)
     run = base.run
@@ -713,8 +762,8 @@ def variants(run: Run, target: Target, shape: MeshShape) -> tuple[Plan, list[tup
 def with_tokens_per_step(run: Run, tokens: int) -> Run:
     """Returns the run with a batch of about `tokens` tokens per step.
 
-    The number of sequences is a multiple of the largest power of two that is at most a quarter of it, so that many
-    meshes divide it. Raises ConfigError for less than one sequence.
+    The number of sequences is a multiple of the largest power of two that is at most a quarter of
+    it, so that many meshes divide it. Raises ConfigError for less than one sequence.
     """
     seq = run.training.seq
     if tokens < seq:
@@ -730,23 +779,26 @@ def with_tokens_per_step(run: Run, tokens: int) -> Run:
 
 
 def rounding_note(run: Run, tokens: int) -> str | None:
-    """Says how far the batch of a run is from the tokens per step that were asked for; None where it is equal."""
+    """Says how far the batch of a run is from the tokens per step that were asked for;
+    None where it is equal."""
     seq, batch = run.training.seq, run.training.batch
     planned = batch * seq
     if planned == tokens:
         return None
     return (
-        f"{tokens:,} tokens per step are {tokens / seq:,.1f} sequences of {seq:,}; planned with {batch:,} sequences, "
-        f"{planned:,} tokens ({planned / tokens - 1:+.1%}), a number that many meshes divide; --batch takes any other"
+        f"{tokens:,} tokens per step are {tokens / seq:,.1f} sequences of {seq:,}; planned with "
+        f"{batch:,} sequences, {planned:,} tokens ({planned / tokens - 1:+.1%}), a number that "
+        "many meshes divide; --batch takes any other"
     )
 
 
 def with_choices(run: Run, target: Target) -> Run:
-    """Returns the run with the choices of the best plan on its mesh, where it leaves them open (`auto`, 0).
+    """Returns the run with the choices of the best plan on its mesh,
+    where it leaves them open (`auto`, 0).
 
-    They are the layout, the remat policy with its saved layers, the microbatches, the strategy of `context`, and with
-    pipeline stages the schedule and what a stage saves. Where nothing fits they are those that need least memory.
-    Raises ConfigError where the run does not fit its mesh.
+    They are the layout, the remat policy with its saved layers, the microbatches, the strategy of
+    `context`, and with pipeline stages the schedule and what a stage saves. Where nothing fits they
+    are those that need least memory. Raises ConfigError where the run does not fit its mesh.
     """
     shape, training = run.mesh or MeshShape(), run.training
     names = ["microbatches", "remat", *(["context_strategy"] if shape.context > 1 else [])]
@@ -773,11 +825,12 @@ _TRIES = 3
 def with_choices_that_fit(
     run: Run, target: Target, needed: Callable[[Run], float], say: Callable[[str], None]
 ) -> Run:
-    """Returns the run with the choices of `with_choices`, or those after them, that fit as compiled.
+    """Returns the run with the choices of `with_choices`,
+    or those after them, that fit as compiled.
 
-    needed: bytes of a device that a compiled run needs.  say: receives why a choice is given up.
-    After a choice that does not fit the next is planned for as much less memory as it needed more; the third is the
-    last, whether it fits or not.
+    needed: bytes of a device that a compiled run needs.
+    say: receives why a choice is given up. After a choice that does not fit the next is planned for
+    as much less memory as it needed more; the third is the last, whether it fits or not.
     """
     room, available = target, target.chip.hbm_bytes
     for tried in range(1, _TRIES + 1):
@@ -793,8 +846,9 @@ def with_choices_that_fit(
         plan = price_run(chosen, target)
         less = room.chip.hbm_bytes * available / compiled
         say(
-            f"{plan.name} does not fit: planned {format_bytes(plan.estimate.bytes)}, compiled {format_bytes(compiled)} "
-            f"of {format_bytes(available)}; planning for {format_bytes(less)} instead"
+            f"{plan.name} does not fit: planned {format_bytes(plan.estimate.bytes)}, compiled "
+            f"{format_bytes(compiled)} of {format_bytes(available)}; planning for "
+            f"{format_bytes(less)} instead"
         )
         room = dataclasses.replace(room, chip=dataclasses.replace(room.chip, hbm_bytes=less))
     raise AssertionError("the last choice is returned")
@@ -815,7 +869,8 @@ _VOCAB = 2**15
 
 
 def machine_for(run: Run) -> str:
-    """Returns the smallest of a few machines on which the run is predicted to fit with FSDP alone, else the largest."""
+    """Returns the smallest of a few machines on which the run is predicted to fit
+    with FSDP alone, else the largest."""
     model = dataclasses.replace(run.model, vocab=run.model.vocab or _VOCAB)
     for name in _MACHINES:
         target = parse_target(name)

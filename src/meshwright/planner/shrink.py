@@ -1,4 +1,5 @@
-"""A small version of a run, for rehearsals: the same mesh, layout, schedule and divisibility, a model for a laptop."""
+"""A small version of a run, for rehearsals: the same mesh, layout, schedule
+and divisibility, a model for a laptop."""
 
 import dataclasses
 import math
@@ -15,11 +16,12 @@ _BYTES = 257
 
 
 def shrink(run: Run, shape: MeshShape, steps: int) -> Run:
-    """Returns `run` on the mesh `shape`, with the least sizes that divide as the real ones divide on the real mesh.
+    """Returns `run` on the mesh `shape`, with the least sizes that divide
+    as the real ones divide on the real mesh.
 
-    It trains `steps` steps on the source of Python's standard library. Layers keep their remainder over stages, the
-    vocabulary its padding, heads their number over `tensor` and `context`. Raises ConfigError where the real run does
-    not fit its own mesh.
+    It trains `steps` steps on the source of Python's standard library. Layers keep their remainder
+    over stages, the vocabulary its padding, heads their number over `tensor` and `context`. Raises
+    ConfigError where the real run does not fit its own mesh.
     """
     placed = place_run(run, run.mesh or MeshShape())
     training = placed.run.training
@@ -58,7 +60,8 @@ def shrink(run: Run, shape: MeshShape, steps: int) -> Run:
 
 
 def shape_within(shape: MeshShape, most: int) -> MeshShape:
-    """Returns the mesh with its largest degrees divided until it has at most `most` devices; split axes stay split."""
+    """Returns the mesh with its largest degrees divided until it has at most `most` devices;
+    split axes stay split."""
     degrees, slices = shape.degrees(), shape.slices
     while math.prod(degrees.values()) > most:
         for axis in sorted(degrees, key=lambda axis: -degrees[axis]):

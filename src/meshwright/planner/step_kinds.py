@@ -1,12 +1,13 @@
-"""Kinds of work of a step: what a plan predicts of each, and the rates with which it predicts what a trace measured.
+"""Kinds of work of a step: what a plan predicts of each,
+and the rates with which it predicts what a trace measured.
 
 matmuls: attention half          projections of queries, keys, values and outputs
 matmuls: feed-forward half       gate, up, down, experts, router
 matmuls: outside of the layers   unembedding
-attention kernel                 scores; part of the attention half where no fused kernel computes them
+attention kernel                 scores; of the attention half where no fused kernel computes them
 elementwise                      norms, residuals, rotary, optimizer
 exposed communication            collectives beside which nothing computes
-waiting for other devices        time in a collective that the last device to reach it does not spend
+waiting for other devices        time in a collective before the last device reaches it
 idle                             nothing runs: the host, its transfers, the pipeline's bubble
 """
 
@@ -40,8 +41,8 @@ MATMUL_KINDS = (ATTENTION_MATMULS, FEED_FORWARD_MATMULS, OTHER_MATMULS)
 KINDS = (*MATMUL_KINDS, KERNEL, ELEMENTS, EXPOSED, WAITING, IDLE)
 
 ENOUGH_SECONDS = 5e-3
-"""Measured seconds of all devices and steps from which a rate is taken: a lane's events are some microseconds apart, so
-their ends are 1 % of the time of a few hundred of them."""
+"""Measured seconds of all devices and steps from which a rate is taken: a lane's events are some
+microseconds apart, so their ends are 1 % of the time of a few hundred of them."""
 _OTHER_BOUND = "the plan's seconds of it do not follow its rate: something else bounds it"
 """Why a rate does not explain a trace."""
 _ROUNDS = 20
@@ -82,9 +83,11 @@ class MeasuredStep:
     fused_attention: bool
     """Whether a kernel computes attention."""
     flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """FLOPs that the program cannot avoid on a device in a step, by the peak they run at: `bf16`, `fp8`."""
+    """FLOPs that the program cannot avoid on a device in a step,
+    by the peak they run at: `bf16`, `fp8`."""
     devices_elsewhere: int = 0
-    """Devices of other processes, of which the trace has nothing: waiting for them is in exposed communication."""
+    """Devices of other processes, of which the trace has nothing: waiting for them is
+    in exposed communication."""
 
     @property
     def step(self) -> float:
@@ -121,18 +124,22 @@ class _Fit:
 def fit_rates(
     placed: PlacedRun, target: Target, measured: MeasuredStep, *, has_data_sheet: bool
 ) -> list[StepRate]:
-    """Returns the rates with which the plan of `placed` on `target` has the measured seconds of each kind.
+    """Returns the rates with which the plan of `placed`
+    on `target` has the measured seconds of each kind.
 
-    The rate of a kind is multiplied by planned / measured seconds until both agree. Communication of a chip with a data
-    sheet keeps its links, of which a trace does not tell what each carried, and gets another overlap. Planned exposed
-    seconds are linear in it:
+    The rate of a kind is multiplied by planned / measured seconds until both agree. Communication
+    of a chip with a data sheet keeps its links, of which a trace does not tell what each carried,
+    and gets another overlap. Planned exposed seconds are linear in it:
 
-        overlap = overlap before + (planned - measured) / (planned without overlap - planned with all of it)
+        overlap = overlap before + (planned - measured) / (planned
+        without overlap - planned with all of it)
 
-    Without a fused kernel attention is part of the attention half, and its rate changes with that of matmuls.
-    A device without a data sheet whose plan is bound by memory in its matmuls too gets one memory rate for both.
+    Without a fused kernel attention is part of the attention half, and its rate changes with that
+    of matmuls. A device without a data sheet whose plan is bound by memory in its matmuls too gets
+    one memory rate for both.
 
-    has_data_sheet: whether the peaks of `target` are a data sheet's. Without, rates have no upper limit.
+    has_data_sheet: whether the peaks of `target` are a data sheet's.
+    Without, rates have no upper limit.
     """
     fits = _fits(measured, has_data_sheet)
     before = planned_kinds(estimate(placed, target), fused_attention=measured.fused_attention)
@@ -140,7 +147,8 @@ def fit_rates(
     fitted, unmet = _fitted(placed, target, measured, enough)
     reasons = {fit.name: _unfit(fit, measured, before) for fit in fits}
     if unmet and not has_data_sheet:
-        # The plan's matmuls wait for memory, whatever their rate: one rate of memory for all computation.
+        # The plan's matmuls wait for memory, whatever their rate: one rate of memory
+        # for all computation.
         computation = _Fit("hbm", (*MATMUL_KINDS, KERNEL, ELEMENTS))
         together = [fit for fit in enough if fit.name not in ("matmul", "hbm")]
         fitted, unmet = _fitted(placed, target, measured, [computation, *together])
@@ -175,8 +183,9 @@ def _unfit(fit: _Fit, measured: MeasuredStep, planned: Mapping[str, float]) -> s
     """Returns why no rate is taken from the measured seconds of some kinds; empty where one is."""
     if measured.devices_elsewhere and EXPOSED in fit.kinds:
         return (
-            f"the trace has nothing of the {measured.devices_elsewhere} devices of other processes, and waits for them "
-            "count as exposed communication; trace a run of one process"
+            f"the trace has nothing of the {measured.devices_elsewhere} devices of other "
+            "processes, and waits for them count as exposed communication; trace a run of one "
+            "process"
         )
     total = measured.of(fit.kinds) * measured.traced
     if total < ENOUGH_SECONDS:
@@ -192,7 +201,8 @@ def _unfit(fit: _Fit, measured: MeasuredStep, planned: Mapping[str, float]) -> s
 def _fitted(
     placed: PlacedRun, target: Target, measured: MeasuredStep, fits: Sequence[_Fit]
 ) -> tuple[Target, list[str]]:
-    """Returns the target whose plan has the measured seconds of some kinds, and the rates that could not be fitted."""
+    """Returns the target whose plan has the measured seconds of some kinds,
+    and the rates that could not be fitted."""
     unmet: list[str] = []
     for _ in range(_ROUNDS):
         e = estimate(placed, target)
@@ -263,7 +273,8 @@ def _peak(name: str, target: Target) -> float:
 
 
 def _above_data_sheet(target: Target, measured: MeasuredStep) -> str:
-    """Returns the arithmetic by which the program's products are faster than the peak; empty where they are not."""
+    """Returns the arithmetic by which the program's products are faster than the peak;
+    empty where they are not."""
     chip = target.chip
     least = 0.0
     for rate, flops in measured.flops.items():
@@ -273,16 +284,17 @@ def _above_data_sheet(target: Target, measured: MeasuredStep) -> str:
         return ""
     flops = sum(measured.flops.values())
     return (
-        f"{flops:.4g} FLOPs in {format_step(seconds)} are {flops / seconds:.3g} FLOP/s, and take at least "
-        f"{format_step(least)} at the data sheet's {chip.flops_bf16:.3g} of {chip.name}"
+        f"{flops:.4g} FLOPs in {format_step(seconds)} are {flops / seconds:.3g} FLOP/s, and take "
+        f"at least {format_step(least)} at the data sheet's {chip.flops_bf16:.3g} of {chip.name}"
     )
 
 
 def _overlapped(placed: PlacedRun, target: Target, seconds: float, before: float) -> float | None:
-    """Returns the overlap between 0 and 1 with which the planned exposed communication is nearest to the measured one.
+    """Returns the overlap between 0 and 1 with which the planned exposed communication is
+    nearest to the measured one.
 
-    None where the exposed time hardly depends on it: so little that the agreement that is asked of a fit would not
-    tell one overlap from another.
+    None where the exposed time hardly depends on it: so little that the agreement that is asked of
+    a fit would not tell one overlap from another.
 
     seconds: measured.  before: planned with the overlap of `target`.
     """
@@ -310,11 +322,13 @@ def _why_no_overlap(placed: PlacedRun, target: Target, measured: MeasuredStep) -
     busy = sum(estimate(placed, target).busy.values())
     if seconds > busy:
         return (
-            f"{format_step(seconds)} are exposed, and all communication was planned to take {format_step(busy)} without "
-            "overlap: the links are slower than planned; `meshwright bench collectives` measures them"
+            f"{format_step(seconds)} are exposed, and all communication was planned to take "
+            f"{format_step(busy)} without overlap: the links are slower than planned; `meshwright "
+            "bench collectives` measures them"
         )
     complete, without = _exposed_at(placed, target, 1.0), _exposed_at(placed, target, 0.0)
     return (
-        f"{format_step(seconds)} are exposed, and the plan has {format_step(complete)} with an overlap of 1 and "
-        f"{format_step(without)} with 0: the rest it does not govern (blocking collectives, such as those over `tensor`)"
+        f"{format_step(seconds)} are exposed, and the plan has {format_step(complete)} with an "
+        f"overlap of 1 and {format_step(without)} with 0: the rest it does not govern (blocking "
+        "collectives, such as those over `tensor`)"
     )

@@ -1,4 +1,5 @@
-"""Communication of one device in a step, from the placements of the parameters and a layer's points of communication.
+"""Communication of one device in a step, from the placements of the parameters
+and a layer's points of communication.
 
 Payloads are bytes of the whole array that a group moves, as the census counts them.
 """
@@ -42,12 +43,14 @@ class Movement(NamedTuple):
     """Bytes of the whole array."""
     times: float
     during: str
-    """Pass whose computation can overlap it: forward, recomputation, backward, or step (once, at the end)."""
+    """Pass whose computation can overlap it: forward, recomputation, backward,
+    or step (once, at the end)."""
     blocking: bool
     """Whether the next operation needs its result at once, so that nothing overlaps it."""
     purpose: str
     overlap: float = 0.0
-    """Fraction of a blocking one that overlaps all the same: it is sent in pieces, and another computes meanwhile."""
+    """Fraction of a blocking one that overlaps all the same: it is sent in pieces,
+    and another computes meanwhile."""
 
 
 def movements(
@@ -55,7 +58,8 @@ def movements(
 ) -> list[Movement]:
     """Returns all collectives of a device in a step of this package.
 
-    recomputed: roles that the backward pass computes again. tasks: of the pipeline, None without one.
+    recomputed: roles that the backward pass computes again.
+    tasks: of the pipeline, None without one.
     """
     return Traffic(settled, work, recomputed, tasks).movements()
 
@@ -64,12 +68,13 @@ def movements(
 class Traffic:
     """Collectives of a device in a step, by what they are for.
 
-        pass              tensor        context        expert          weights           once a step
-        forward           activations   keys, values   rows, outputs   gather            loss, stages
-        recomputation     again         again          again           (with backward)
-        backward          gradients     gradients      gradients       gather, scatter   gradients of replicas
+        pass            tensor        context        expert          weights           once a step
+        forward         activations   keys, values   rows, outputs   gather            loss, stages
+        recomputation   again         again          again           (with backward)
+        backward        gradients     gradients      gradients       gather, scatter   replicas
 
-    It describes this package's step. A subclass with other properties prices a step that is carried out otherwise.
+    It describes this package's step.
+    A subclass with other properties prices a step that is carried out otherwise.
     """
 
     settled: Settled
@@ -116,7 +121,8 @@ class Traffic:
     def exchange_is_blocking(self) -> bool:
         """Whether the next operation waits for the rows of experts.
 
-        Rows of the whole batch at once are half overlapped inside a node (two compiled programs), and bare between.
+        Rows of the whole batch at once are half overlapped inside a node (two compiled
+        programs), and bare between.
         """
         if not self.settled.scheduled_by_price or self.physics.overlapped_compute == 0:
             return True
@@ -124,7 +130,8 @@ class Traffic:
 
     @functools.cached_property
     def gradients_during(self) -> str:
-        """Pass in which replicas sum their gradients: layer by layer, or once after the last backward pass."""
+        """Pass in which replicas sum their gradients: layer by layer,
+        or once after the last backward pass."""
         return "step" if self.settled.sums_gradients_last else "backward"
 
     # Movements.
@@ -150,7 +157,8 @@ class Traffic:
         return result
 
     def tensor(self) -> list[Movement]:
-        """Returns the activations that `tensor` gathers and scatters, or of a wrapped loss the sums of its products."""
+        """Returns the activations that `tensor` gathers and scatters,
+        or of a wrapped loss the sums of its products."""
         work = self.work
         if self.settled.layout.shape.tensor == 1:
             return []
@@ -175,7 +183,8 @@ class Traffic:
         return _tensor((opened, self.residual), halves, inner, self.microbatches, self.recomputed)
 
     def context(self) -> list[Movement]:
-        """Returns keys and values, or heads, and what recurrences share, that context parallelism moves."""
+        """Returns keys and values, or heads,
+        and what recurrences share, that context parallelism moves."""
         if self.settled.layout.shape.context == 1:
             return []
         moved = _context(self.settled, self.work, self.layers, self.compute_bytes, self.recomputed)
@@ -199,7 +208,7 @@ class Traffic:
         layers = self.work.expert_layers * self.microbatches
         result: list[Movement] = []
         for axes, rows in sent_rows(spec, degrees, self.receivers).items():
-            elements = self.work.expert_tokens * rows * self.work.width
+            elements = self.work.expert_tokens * rows * self.work.expert_width
             payloads = (elements * itemsize, elements * self.compute_bytes)
             result += _experts(axes, payloads, layers, self.recomputed, self.exchange_is_blocking)
         return result
@@ -226,7 +235,8 @@ class Traffic:
         if self.tasks is None:
             return []
         payload = self.residual / self.settled.layout.shape.tensor
-        # The first stage's embeddings are summed over all stages, the last stage's hidden states go to all, and back.
+        # The first stage's embeddings are summed over all stages, the last stage's hidden states
+        # go to all, and back.
         shared = Movement(
             "all-reduce",
             ("stage",),
@@ -253,9 +263,11 @@ class Traffic:
         ]
 
     def _alone(self, m: Movement) -> Movement:
-        """Returns a movement as a chip runs it whose sums of gradients overlap with nothing (`Chip.sums_alone`).
+        """Returns a movement as a chip runs it whose sums of gradients overlap
+        with nothing (`Chip.sums_alone`).
 
-        Over several dimensions of the torus they are all-reduces. Sums between slices are sent by the hosts.
+        Over several dimensions of the torus they are all-reduces.
+        Sums between slices are sent by the hosts.
         """
         if m.during != "backward" or "reduce" not in m.kind or m.blocking:
             return m
@@ -302,7 +314,8 @@ def _weights(
     reduce_bytes = jnp.dtype(placed.run.training.reduce_dtype).itemsize
     result: list[Movement] = []
     for (axes, is_stacked), (sent, trained) in _sent_and_trained(placed, low_experts).items():
-        # The weights of a model whose layers are not known are gathered before its loss, all of them.
+        # The weights of a model whose layers are not known are gathered
+        # before its loss, all of them.
         in_layers = is_stacked or not placed.run.model.states_layers
         what = "weights" if in_layers else "embedding and unembedding"
         layers = float(len(placed.layout.spec.layers)) if is_stacked else 1.0
@@ -352,8 +365,8 @@ def _gathered_elements(
     """Returns the elements on a device after the all-gathers of all parameters.
 
     Frozen quantised weights travel as they are kept, those of a wrapped model in the module's type.
-    low: whether low-precision weights are quantised before they are gathered.  low_experts: the same
-    of experts.
+    low: whether low-precision weights are quantised before they are gathered.
+    low_experts: the same of experts.
     """
     found: dict[_Weights, _Elements] = {}
     for path, p, placements in layout.leaves:
@@ -374,7 +387,8 @@ def _gathered_elements(
 def _gathers(
     p: Param, placements: Placements, layout: ModelLayout
 ) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yields the axes of each all-gather of a parameter, and its elements on a device afterwards."""
+    """Yields the axes of each all-gather of a parameter,
+    and its elements on a device afterwards."""
     elements = math.prod(p.shape) / layout.shape.over(axes_of(placements.at_rest))
     gathers = [
         rest[len(use) :]
@@ -388,7 +402,8 @@ def _gathers(
 
 
 def _gradients(placed: PlacedRun, during: str) -> list[Movement]:
-    """Gradients summed over replicas, one collective for each set of axes; ZeRO-1's scatter and gather."""
+    """Gradients summed over replicas, one collective for each set of axes;
+    ZeRO-1's scatter and gather."""
     training = placed.run.training
     reduce = jnp.dtype(training.reduce_dtype).itemsize
     param = jnp.dtype(training.param_dtype).itemsize
@@ -406,7 +421,8 @@ def _gradients(placed: PlacedRun, during: str) -> list[Movement]:
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_elements(layout: ModelLayout) -> tuple[_AxisElements, _AxisElements]:
-    """Elements of the gradients that a device all-reduces and reduce-scatters once per step, by axes."""
+    """Elements of the gradients that a device all-reduces
+    and reduce-scatters once per step, by axes."""
     shape = layout.shape
     sums, scattered, degrees = _AxisElements(), _AxisElements(), shape.degrees()
     # Without known layers `tensor` is the compiler's.
@@ -435,15 +451,18 @@ def _tensor(
     microbatches: float,
     again: frozenset[str],
 ) -> list[Movement]:
-    """Tensor parallel with sequence parallel: each half of a layer is entered by an all-gather and left by a
-    reduce-scatter (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2).
+    """Tensor parallel with sequence parallel: each half of a layer is entered by an all-gather and
+    left by a reduce-scatter (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2).
 
-    payloads: bytes that enter a half of a layer, on average, and that leave it: latent attention gathers its latents.
-    halves: of all layers, attention and feed-forward.  first: those of them that are not a layer's last.
+    payloads: bytes that enter a half of a layer, on average,
+    and that leave it: latent attention gathers its latents.
+    halves: of all layers, attention and feed-forward.
+    first: those of them that are not a layer's last.
     """
     opened, residual = payloads
     axes = ("tensor",)
-    # The embedding ends with a reduce-scatter and the unembedding begins with an all-gather, once per microbatch.
+    # The embedding ends with a reduce-scatter and the unembedding begins
+    # with an all-gather, once per microbatch.
     times = halves + microbatches
     gathered = (opened * halves + residual * microbatches) / times
     result = [
@@ -479,7 +498,8 @@ def _context(
         ("context",),
         placed.layout.shape.context,
     )
-    # Keys and values of latent attention are sent as arrays of one shape, but for Ulysses (families/deepseek.py).
+    # Keys and values of latent attention are sent as arrays of one shape,
+    # but for Ulysses (families/deepseek.py).
     kv_width = (
         work.widths.query
         if placed.layout.spec.has_latents and placed.sequence.groups > 1
@@ -488,7 +508,8 @@ def _context(
     block = 2 * work.tokens * kv_width * compute
     queries = work.tokens * (work.widths.query + _attention_output(placed)) * compute
     passes = [("forward", 1.0), ("backward", 2.0 if strategy == "ring" else 1.0)]
-    # Queries, keys and values are saved as they were before they moved: what was gathered moves again.
+    # Queries, keys and values are saved as they were before they moved: what was gathered
+    # moves again.
     moves_again = "attention" in again if strategy == "ring" else bool(again - {"scores"})
     passes += [("recomputation", 1.0)] if moves_again else []
     result = []
@@ -509,7 +530,8 @@ def _context(
 
 
 def _attention_output(placed: PlacedRun) -> float:
-    """Returns the width of attention's output on a device, averaged over all layers: a recurrence moves no heads."""
+    """Returns the width of attention's output on a device, averaged
+    over all layers: a recurrence moves no heads."""
     spec, tensor = placed.layout.spec, placed.layout.shape.tensor
     values = [
         layer.widths(spec.width, tensor).value
@@ -522,7 +544,8 @@ def _attention_output(placed: PlacedRun) -> float:
 def _recurrences(
     placed: PlacedRun, work: Work, layers: float, again: frozenset[str]
 ) -> list[Movement]:
-    """Returns what segments of a sequence share for a recurrence, gathered over `context` (models/blocks/delta_net.py)."""
+    """Returns what segments of a sequence share for a recurrence, gathered over `context`
+    (models/blocks/delta_net.py)."""
     training, layout, axes = placed.run.training, placed.layout, ("context",)
     shape = layout.shape
     segments = SEGMENTS * shape.context
@@ -547,9 +570,11 @@ def _recurrences(
 def sent_rows(
     spec: ExpertSpec, degrees: Mapping[str, int], nodes: int
 ) -> dict[tuple[str, ...], float]:
-    """Returns the rows of a token that each exchange sends, those between nodes first, on average over even choices.
+    """Returns the rows of a token that each exchange sends, those between nodes first,
+    on average over even choices.
 
-    degrees: of the axes that split the experts. Keys are as `hlo.collectives.axes_of_groups` names devices.
+    degrees: of the axes that split the experts.
+    Keys are as `hlo.collectives.axes_of_groups` names devices.
     """
     between, inside, room = list[str](), list[str](), math.prod(degrees.values()) // nodes
     for axis, degree in reversed([*degrees.items()]):
@@ -573,7 +598,8 @@ def _experts(
     again: frozenset[str],
     blocking: bool,
 ) -> list[Movement]:
-    """Tokens sent to their experts and back; a pass that recomputes needs what goes back only to normalise it.
+    """Tokens sent to their experts and back;
+    a pass that recomputes needs what goes back only to normalise it.
 
     payloads: bytes of the rows that go to experts, and of their outputs and the gradients of both.
     """
@@ -590,8 +616,9 @@ def _experts(
 def between_stages(tasks: TaskCounts, activation: float) -> list[Movement]:
     """Returns the activations and their gradients that neighbouring stages of a pipeline send.
 
-    activation: bytes of a device's part of the activations. In a tick with both halves, activations travel beside the
-    backward half, and gradients beside the next forward half (step/pipeline.py); in the others the stages wait:
+    activation: bytes of a device's part of the activations. In a tick with both halves, activations
+    travel beside the backward half, and gradients beside the next forward half (step/pipeline.py);
+    in the others the stages wait:
 
         tick          forward only     both halves          backward only
         activations   blocking         beside backward      -

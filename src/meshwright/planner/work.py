@@ -1,7 +1,8 @@
-"""Computation of one device for one microbatch: matmuls and attention, from the parameters and their placements.
+"""Computation of one device for one microbatch: matmuls and attention,
+from the parameters and their placements.
 
-Passes: `forward`, `recomputation` (rematerialisation: what the policy does not keep) and `backward` (twice a matmul:
-one for its input, one for its weight; scaling-book, transformers.md).
+Passes: `forward`, `recomputation` (rematerialisation: what the policy does not keep) and `backward`
+(twice a matmul: one for its input, one for its weight; scaling-book, transformers.md).
 """
 
 import collections
@@ -13,8 +14,10 @@ from typing import NamedTuple
 
 from meshwright.config import MeshShape
 from meshwright.models.model import (
+    AttentionSpec,
     ExpertSpec,
     IndexWork,
+    LayerSpec,
     MatmulSizes,
     Model,
     Recurrence,
@@ -32,7 +35,8 @@ from meshwright.sharding.sequence import SEGMENTS, segment_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """Matmuls of one role and size: `count` of [m, k] by [k, n] in a forward pass of all layers of a device."""
+    """Matmuls of one role and size: `count` of [m, k] by [k, n] in a forward pass
+    of all layers of a device."""
 
     role: str
     m: float
@@ -62,7 +66,8 @@ class Matmul:
         return (given,) if self.frozen else (given, learned)
 
     def bytes(self, itemsize: int) -> float:
-        """Returns the bytes read and written, each operand and result once; operands of low precision have one byte."""
+        """Returns the bytes read and written, each operand and result once; operands of low
+        precision have one byte."""
         operands = itemsize if self.rate == "bf16" else 1
         weights = max(1, self.groups) * self.k * self.n
         return (operands * (self.m * self.k + weights) + itemsize * self.m * self.n) * self.count
@@ -90,27 +95,39 @@ class Work:
     widths: Widths
     """Widths of attention, averaged over layers."""
     ffn_hidden: float
-    """Elements per token of the feed-forward's hidden layer (gate and up), of the widest layer and device."""
+    """Elements per token of the feed-forward's hidden layer (gate and up),
+    of the widest layer and device."""
     experts: float
     """Experts per token; 0 in a dense model."""
     expert_rows: float
-    """Rows of a device's buffer for experts, each of the model's width; 0 in a dense model."""
+    """Rows of a device's buffer for experts; 0 in a dense model."""
     expert_layers: float
     """Layers with experts of a device."""
     expert_tokens: float = 0.0
     """Tokens of a device that it sends to experts: in a folded layout its part over `tensor`."""
     ungathered_layers: float = 0.0
-    """Layers with experts whose second half gathers nothing over `tensor`: folded, and without shared experts."""
+    """Layers with experts whose second half gathers nothing over `tensor`: folded,
+    and without shared experts."""
     twice_gathered_layers: float = 0.0
-    """Layers whose second half gathers two inputs over `tensor`: those of a dense feed-forward and of experts."""
+    """Layers whose second half gathers two inputs over `tensor`: those of a dense feed-forward and
+    of experts. One with experts in a latent counts as the fraction of the model's width that it
+    gathers besides."""
+    expert_width: int = 0
+    """Width of the rows that routed experts read and write: the model's, or that of their latent.
+    """
+    expert_latent: int = 0
+    """Width of the latent of routed experts; 0 for none."""
     quantised_inputs: float = 0.0
-    """Activations quantised in one forward pass of all layers: the inputs of low-precision matmuls, each once."""
+    """Activations quantised in one forward pass of all layers: the inputs
+    of low-precision matmuls, each once."""
     recurrence_inner: float = 0.0
-    """Bytes per token and device of a recurrence while it runs, of one layer; 0 in models without it."""
+    """Bytes per token and device of a recurrence while it runs, of one layer;
+    0 in models without it."""
     quantised_gradients: float = 0.0
     """Gradients quantised in one backward pass: of the outputs of those matmuls."""
     kept_bytes: float = 0.0
-    """Bytes that the backward pass reads, parameters excepted, of a loss whose layers are not known (`wrapped`)."""
+    """Bytes that the backward pass reads, parameters excepted,
+    of a loss whose layers are not known (`wrapped`)."""
     input_bytes: float = 0.0
     """Bytes of its batch on a device, and of the variables that it changes."""
     outputs_read: frozenset[str] = frozenset()
@@ -146,41 +163,30 @@ def _work_of_layers(model: Model, placed: PlacedRun) -> Work:
 
 @functools.lru_cache(maxsize=4096)
 def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | None") -> Work:
-    """Returns the work of a microbatch of `tokens` per device, on the stage with the most layers' cost."""
-    shape = layout.shape
-    spec = layout.spec
-    fraction = max(layout.stages.cost_fraction(stage) for stage in range(shape.stage))
-    routed = tokens / layout.routed_parts
-    layers = (*spec.layers, *spec.further)
-    experts = _experts_by_stack(layout)
-    rows = _expert_rows(layout, experts, routed)
-    weights = _layer_weights(layout, experts, tokens, fraction)
-    expert_weights = [weight for weight in weights if weight.groups]
-
-    attention = [layer.attention for layer in layers if layer.attention is not None]
-    attention_flops = sum(a.computed_flops(seq) for a in attention)
-    scores = sum(a.computed_scores(seq) for a in attention)
-    index_work = [a.index_work(seq, shape.tensor) for a in attention]
-    indexers = [sum(column) for column in zip(IndexWork(), *index_work, strict=True)]
-    vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
+    """Returns the work of a microbatch of `tokens` per device, on the heaviest stage."""
+    stage = _HeaviestStage(layout, seq, tokens)
+    fraction = stage.fraction
+    weights = stage.weights
     recurrences = _matmuls_of_recurrences(layout, seq, tokens, fraction)
     return Work(
         tokens=tokens,
-        layers=len(layers) * fraction,
-        halves=sum(layer.halves for layer in layers) * fraction,
-        width=spec.width,
+        layers=len(stage.layers) * fraction,
+        halves=sum(layer.halves for layer in stage.layers) * fraction,
+        width=layout.spec.width,
         matmuls=(*_merged(weights, low), *recurrences),
-        unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),
-        attention=attention_flops * tokens * fraction / shape.tensor,
-        scores=scores * tokens * fraction / shape.tensor,
-        indexers=IndexWork(*(total * tokens * fraction / shape.tensor for total in indexers)),
+        unembedding=stage.unembedding(),
+        attention=stage.attention_flops(),
+        scores=stage.attention_scores(),
+        indexers=stage.indexers(),
         widths=_mean_widths(layout),
-        ffn_hidden=max(_hidden_elements(weights, rows, tokens).values(), default=0.0),
-        experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
-        expert_tokens=routed,
-        expert_rows=max(rows.values(), default=0.0),
-        expert_hidden=max(_hidden_elements(expert_weights, rows, tokens).values(), default=0.0),
-        expert_layers=sum({weight.stack: weight.layers for weight in expert_weights}.values()),
+        ffn_hidden=stage.ffn_hidden(weights),
+        experts=stage.experts_per_token(),
+        expert_tokens=stage.expert_tokens,
+        expert_rows=max(stage.expert_rows.values(), default=0.0),
+        expert_width=stage.expert_width(),
+        expert_latent=stage.expert_latent(),
+        expert_hidden=stage.ffn_hidden(stage.expert_weights),
+        expert_layers=stage.expert_layers(),
         ungathered_layers=fraction * _ungathered_layers(layout, weights),
         twice_gathered_layers=fraction * _twice_gathered_layers(layout),
         recurrence_inner=_recurrence_inner(layout, seq),
@@ -190,8 +196,112 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _HeaviestStage:
+    """The pipeline stage whose layers cost most, and what one of its devices computes."""
+
+    layout: ModelLayout
+    seq: int
+    tokens: float
+    """Tokens of a device, in a microbatch."""
+
+    @functools.cached_property
+    def fraction(self) -> float:
+        """Fraction of the cost of all layers."""
+        stages = range(self.layout.shape.stage)
+        return max(self.layout.stages.cost_fraction(stage) for stage in stages)
+
+    @functools.cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Layers of the model, with those that predict further tokens."""
+        return (*self.layout.spec.layers, *self.layout.spec.further)
+
+    @functools.cached_property
+    def experts(self) -> dict[str, ExpertSpec]:
+        """Experts of each stack of layers that has some."""
+        return {layer.stack: layer.experts for layer in self.layers if layer.experts is not None}
+
+    @functools.cached_property
+    def weights(self) -> "list[_Weight]":
+        """Weights of the layers."""
+        return _layer_weights(self.layout, self.experts, self.tokens, self.fraction)
+
+    @functools.cached_property
+    def expert_weights(self) -> "list[_Weight]":
+        """Weights of routed experts."""
+        return [weight for weight in self.weights if weight.groups]
+
+    @functools.cached_property
+    def expert_tokens(self) -> float:
+        """Tokens that a device sends to experts."""
+        return self.tokens / self.layout.routed_parts
+
+    @functools.cached_property
+    def expert_rows(self) -> dict[str, float]:
+        """Rows of a device's buffer for the experts of each stack."""
+        shards = self.layout.shape.over(self.layout.expert_axes)
+        rows: dict[str, float] = {}
+        for stack, experts in self.experts.items():
+            rows[stack] = experts.buffers(int(self.expert_tokens), shards).experts
+        return rows
+
+    def unembedding(self) -> Matmul:
+        """Returns the matmul that makes the logits, those of further tokens with it."""
+        spec = self.layout.spec
+        predictions = 1 + len(spec.further)
+        vocab = padded_vocab(self.layout.model) // self.layout.shape.over(VOCAB_AXES)
+        return Matmul("unembedding", self.tokens * predictions, spec.width, vocab)
+
+    def attention_flops(self) -> float:
+        """Returns the FLOPs of scores and weighted values in a forward pass."""
+        return self._of_heads(sum(a.computed_flops(self.seq) for a in self._attention))
+
+    def attention_scores(self) -> float:
+        """Returns the attention scores that a forward pass computes."""
+        return self._of_heads(sum(a.computed_scores(self.seq) for a in self._attention))
+
+    def indexers(self) -> IndexWork:
+        """Returns the FLOPs and scores of the indexers."""
+        tensor = self.layout.shape.tensor
+        by_layer = [a.index_work(self.seq, tensor) for a in self._attention]
+        totals = [sum(column) for column in zip(IndexWork(), *by_layer, strict=True)]
+        return IndexWork(*(self._of_heads(total) for total in totals))
+
+    def ffn_hidden(self, weights: "Iterable[_Weight]") -> float:
+        """Returns the elements per token of the widest feed-forward's hidden layer."""
+        hidden = _hidden_elements(weights, self.expert_rows, self.tokens)
+        return max(hidden.values(), default=0.0)
+
+    def experts_per_token(self) -> float:
+        """Returns the experts of a token; 0 in a dense model."""
+        return float(max((e.experts_per_token for e in self.experts.values()), default=0))
+
+    def expert_width(self) -> int:
+        """Returns the width of the rows that travel to experts; 0 in a dense model."""
+        width = self.layout.spec.width
+        return max((e.row_width(width) for e in self.experts.values()), default=0)
+
+    def expert_latent(self) -> int:
+        """Returns the width of the latent that experts read; 0 where they read the model's."""
+        return max((e.latent or 0 for e in self.experts.values()), default=0)
+
+    def expert_layers(self) -> float:
+        """Returns how many layers of a device have experts."""
+        by_stack = {weight.stack: weight.layers for weight in self.expert_weights}
+        return sum(by_stack.values())
+
+    @functools.cached_property
+    def _attention(self) -> list[AttentionSpec]:
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    def _of_heads(self, per_token: float) -> float:
+        """Returns what a device computes of a quantity of all layers, heads split by `tensor`."""
+        return per_token * self.tokens * self.fraction / self.layout.shape.tensor
+
+
 class _Weight(NamedTuple):
-    """A weight of the layers as a device multiplies it: [m, k] by [k, n], in each of some layers."""
+    """A weight of the layers as a device multiplies it: [m, k] by [k, n],
+    in each of some layers."""
 
     stack: str
     role: str
@@ -229,8 +339,9 @@ def _layer_weights(
             groups = experts[stack].experts // shards
             # Tokens sent to other devices' experts are made up for by tokens received from them.
             m = tokens / layout.routed_parts * experts[stack].experts_per_token
-        elif "R" in p.dims:
-            # Each device of `tensor` routes its own tokens.
+        elif "R" in p.dims or p.role == "expert_latent":
+            # Each device of `tensor` routes its own tokens, and projects them into the latent of
+            # experts.
             m = tokens / layout.shape.tensor
         layers = p.logical_shape[0] * fraction
         low = is_low_precision(p)
@@ -239,7 +350,8 @@ def _layer_weights(
 
 
 def _matrix_shape(p: Param, placements: Placements, shape: MeshShape) -> tuple[int, int]:
-    """Returns the rows and columns of a weight's matrix on a device, without its layers and experts."""
+    """Returns the rows and columns of a weight's matrix on a device,
+    without its layers and experts."""
     local = list(local_shape(p.shape, placements.in_use, shape))
     if p.packed is not None:  # two elements in a byte
         local[p.packed] *= 2
@@ -260,20 +372,6 @@ def _merged(weights: Sequence[_Weight], low: "LowPrecision | None") -> list[Matm
         role, k, n, groups, frozen = key
         result.append(Matmul(role, weight.m, k, n, counts[key], groups, frozen, rate))
     return result
-
-
-def _experts_by_stack(layout: ModelLayout) -> dict[str, ExpertSpec]:
-    """Returns the experts of each stack of layers that has some."""
-    layers = (*layout.spec.layers, *layout.spec.further)
-    return {layer.stack: layer.experts for layer in layers if layer.experts is not None}
-
-
-def _expert_rows(
-    layout: ModelLayout, experts: Mapping[str, ExpertSpec], routed: float
-) -> dict[str, float]:
-    """Returns the rows of a device's buffer for the experts of each stack. routed: tokens that it sends to experts."""
-    shards = layout.shape.over(layout.expert_axes)
-    return {stack: e.buffers(int(routed), shards).experts for stack, e in experts.items()}
 
 
 def _hidden_elements(
@@ -303,14 +401,21 @@ def _ungathered_layers(layout: ModelLayout, weights: Iterable[_Weight]) -> int:
     return sum(layer.stack in has_ffn - gathers for layer in layers)
 
 
-def _twice_gathered_layers(layout: ModelLayout) -> int:
+def _twice_gathered_layers(layout: ModelLayout) -> float:
     """Returns the layers of the model whose feed-forward half gathers two inputs over `tensor`.
 
-    Where `tensor` splits the experts, only the dense feed-forward gathers its input.
+    Where `tensor` splits the experts, only the dense feed-forward gathers its input. Experts in a
+    latent gather it besides what the experts that every token uses gather:
+
+        layers = layers with two feed-forwards + sum over layers with a latent of Z / D
     """
     if layout.routed_parts > 1:
-        return 0
-    return sum(layer.has_two_feed_forwards for layer in layout.spec.layers)
+        return 0.0
+    layers = float(sum(layer.has_two_feed_forwards for layer in layout.spec.layers))
+    for layer in layout.spec.layers:
+        if layer.experts is not None and layer.experts.latent is not None:
+            layers += layer.experts.latent / layout.spec.width
+    return layers
 
 
 def _quantised_inputs(weights: Iterable[_Weight]) -> float:
@@ -344,7 +449,8 @@ def _mean_widths(layout: ModelLayout) -> Widths:
 
 
 def _outputs_read(layout: ModelLayout) -> frozenset[str]:
-    """Returns the roles whose outputs the backward pass reads: norms of outputs read what they normalise."""
+    """Returns the roles whose outputs the backward pass reads: norms
+    of outputs read what they normalise."""
     if layout.spec.layers[0].normalises_outputs:
         return frozenset({"attention_out", "ffn_out"})
     return frozenset()
@@ -367,14 +473,16 @@ def _recurrence_inner(layout: ModelLayout, seq: int) -> float:
 
 
 def _shared_bytes(recurrence: Recurrence, segment: int) -> float:
-    """Returns the bytes that a segment of one sequence shares, of all devices of `tensor` together."""
+    """Returns the bytes that a segment of one sequence shares,
+    of all devices of `tensor` together."""
     shared = recurrence.gathered(1, segment, "float32") or {}
     arrays = [gathered.array for gathered in shared.values()]
     return float(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
 
 
 RECURRENCE = "recurrence"
-"""Role of the matmuls of recurrences, which have no weights; computed again from their inputs by every policy."""
+"""Role of the matmuls of recurrences, which have no weights;
+computed again from their inputs by every policy."""
 
 
 def _matmuls_of_recurrences(
@@ -382,8 +490,9 @@ def _matmuls_of_recurrences(
 ) -> list[Matmul]:
     """Returns the matmuls without weights of all layers with a recurrence.
 
-    A kernel computes those of all chunks and heads of a layer, or of one chunk of all sequences where chunks follow each
-    other. tokens: of a device.  fraction: of the layers, that the device has.
+    A kernel computes those of all chunks and heads of a layer, or of one chunk of all sequences
+    where chunks follow each other. tokens: of a device.
+    fraction: of the layers, that the device has.
     """
     context = layout.shape.context
     segment = segment_tokens(seq, context)
@@ -421,7 +530,8 @@ class LowPrecision:
     rate: str
     """Peak of the chip that they run at: the field `flops_{rate}`."""
     gathered: bool
-    """Whether weights are quantised before they are gathered, and gathered with one byte per element."""
+    """Whether weights are quantised before they are gathered,
+    and gathered with one byte per element."""
     gradient_passes: int
     """Times that a gradient is quantised: once for both products, or once for each."""
 
@@ -437,7 +547,8 @@ def low_precision(placed: PlacedRun) -> LowPrecision | None:
 
 
 def recomputed_roles(remat: str) -> frozenset[str]:
-    """Returns the roles whose matmuls the backward pass recomputes; `attention` and `scores` are the kernel's."""
+    """Returns the roles whose matmuls the backward pass recomputes;
+    `attention` and `scores` are the kernel's."""
     if remat == "auto":  # of a model whose layers are not known
         return frozenset()
     policy = REMAT_POLICIES[remat]
@@ -453,4 +564,4 @@ def recomputed_roles(remat: str) -> frozenset[str]:
     again = {
         role for name, role in made_by.items() if name not in (*policy.saved, *policy.offloaded)
     }
-    return frozenset({"router", "projection", "adapter", *again})
+    return frozenset({"router", "projection", "adapter", "expert_latent", *again})

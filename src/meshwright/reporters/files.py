@@ -25,7 +25,8 @@ from meshwright.storage.removing import rename
 
 
 class JsonLines:
-    """Reporter that writes one JSON object per line: `{"step": 7, "time": 1796000000.0, "loss": 2.31, ...}`.
+    """Reporter that writes one JSON object per line: `{"step": 7, "time": 1796000000.0, "loss":
+    2.31, ...}`.
 
     `time` (Unix seconds) is that of writing. NaN and infinity become null.
     On a full disk the lines wait in memory until there is room; the next checkpoint then ends the
@@ -176,6 +177,8 @@ class EventLog:
         self._path, self._step = file, 0
         self._file: Lines | None = None
         """Stays open: where the folder is gone, no other file is made in its place."""
+        self._end_of_torn = ""
+        """What ends the last line, of which a full disk has taken a part."""
         self._lock = threading.Lock()
         """Held while a line is written: the watch of the machine adds lines from its own thread."""
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -195,7 +198,8 @@ class EventLog:
             self._times.events.add(record)
             if self._file is None:
                 self._file = open_lines(self._path)
-            self._file.write(f"{line}\n".encode())
+            data = f"{self._end_of_torn}{line}\n".encode()
+            self._end_of_torn = "" if self._file.write(data) == len(data) else "\n"
         for listener in self.listeners:
             listener(record)
 

@@ -6,13 +6,15 @@
 
     goodput = seconds in steps that count / seconds since the begin
 
-The run itself (its summary and `metrics.jsonl`) and the page of its folder take it from the same lines.
-Times of activities are sums over `events.jsonl`. Time in steps is the usual time of a step times the number of steps,
-since with `--training.log-every` not every step has a line: of each hundred lines of `metrics.jsonl` the median, so that
-a step that hangs is not taken for training. What is left is time in which no process ran, the starts of processes before
-their first event, and what single steps took above the usual. The begin is the first event, after texts are prepared.
+The run itself (its summary and `metrics.jsonl`) and the page of its folder take it from the same
+lines. Times of activities are sums over `events.jsonl`. Time in steps is the usual time of a step
+times the number of steps, since with `--training.log-every` not every step has a line: of each
+hundred lines of `metrics.jsonl` the median, so that a step that hangs is not taken for training.
+What is left is time in which no process ran, the starts of processes before their first event, and
+what single steps took above the usual. The begin is the first event, after texts are prepared.
 
-Each `start` in `events.jsonl` holds the sums until then, so that the next start reads the lines after it alone.
+Each `start` in `events.jsonl` holds the sums until then,
+so that the next start reads the lines after it alone.
 """
 
 import collections
@@ -115,7 +117,8 @@ class StepTimes:
         self.sums = np.zeros(2)
         """Over these lines: usual seconds of a step without its wait for data, and of that wait."""
         self.times: list[Sequence[float]] = []
-        """Of the lines after them: seconds of the step without its wait for data, and of that wait."""
+        """Of the lines after them: seconds of the step without its wait for data,
+        and of that wait."""
 
     @property
     def is_empty(self) -> bool:
@@ -226,9 +229,10 @@ def split_time(events: EventTimes, steps: StepTimes, step: int, until: float) ->
 def read_times(out: Path) -> RunTimes:
     """Returns the times that earlier starts of a run have left in its folder.
 
-    Read from the end to the last start that has sums. Of the steps after it the last lines tell the usual time: a long
-    run has millions of lines, and hosts wait for this. Where a file cannot be read, or is a pipe or a link, the times of the
-    run begin with this start: its page names what is damaged.
+    Read from the end to the last start that has sums. Of the steps after it the last lines tell the
+    usual time: a long run has millions of lines, and hosts wait for this. Where a file cannot be
+    read, or is a pipe or a link, the times of the run begin with this start: its page names what is
+    damaged.
     """
     times = RunTimes()
     since = []

@@ -1,16 +1,20 @@
-"""Health of the tensors of a run, by step: the file health.jsonl, written while the run trains and read by `view`.
+"""Health of the tensors of a run, by step: the file health.jsonl, written while the run trains
+and read by `view`.
 
 A line is a header, which names what the numbers of the lines after it are, or a record of a step:
 
-    {"step": 0, "series": [["gradient norm", "blocks.query", [0, 1, 2]], ["gradient norm", "embed", []], ...]}
-    {"step": 10, "values": "base64 of an int16 for each number"}
+    {"step": 0, "series": [["gradient norm", "blocks.query", [0, 1, 2]],
+    ["gradient norm", "embed", []], ...]} {"step": 10, "values": "base64 of an int16 for each
+    number"}
 
-A number x is round(128 log2 x): 0.3 % of it are lost. Zero, infinity and NaN have numbers of their own. Bytes of a
-record: 4/3 * 2 for each number, and some 40. Llama 3 405B has 126 layers of 9 tensors and 3 tensors without layers, with
-three figures each, and two figures of each layer: 3 * (126 * 9 + 3) + 2 * 126 = 3663 numbers, 9.8 kB. A million steps
-with a record every 10 steps are 0.98 GB.
+A number x is round(128 log2 x): 0.3 % of it are lost. Zero, infinity and NaN have numbers of their
+own. Bytes of a record: 4/3 * 2 for each number, and some 40. Llama 3 405B has 126 layers of 9
+tensors and 3 tensors without layers, with three figures each, and two figures of each layer: 3 *
+(126 * 9 + 3) + 2 * 126 = 3663 numbers, 9.8 kB. A million steps with a record every 10 steps are
+0.98 GB.
 
-Where the file is larger than `LIMIT`, every second record of its older half is dropped: the older, the fewer are kept.
+Where the file is larger than `LIMIT`, every second record
+of its older half is dropped: the older, the fewer are kept.
 """
 
 import base64
@@ -67,7 +71,8 @@ class HealthRecord:
     values: np.ndarray
     """Numbers of all series, one after another, float32."""
     bits: np.ndarray | None = None
-    """Sums of the bits of parameters and optimizer state before and after the step, [2, arrays]; not kept."""
+    """Sums of the bits of parameters and optimizer state before and
+    after the step, [2, arrays]; not kept."""
     names: tuple[str, ...] = ()
     """Of what each is."""
     batch: np.ndarray | None = None
@@ -81,14 +86,16 @@ class HealthRecord:
             start += series.size
 
     def of(self, figure: str, tensor: str) -> np.ndarray:
-        """Returns the numbers of a figure of a tensor or stack. Raises KeyError where it has none."""
+        """Returns the numbers of a figure of a tensor or stack.
+        Raises KeyError where it has none."""
         for series, values in self.items():
             if (series.figure, series.tensor) == (figure, tensor):
                 return values
         raise KeyError(f"{figure} of {tensor}")
 
     def curves(self) -> dict[str, float]:
-        """Returns a number for each series, for experiment trackers: its largest, under `health/FIGURE/TENSOR`."""
+        """Returns a number for each series, for experiment trackers: its largest, under
+        `health/FIGURE/TENSOR`."""
         return {
             f"health/{series.figure}/{series.tensor}": float(values.max())
             for series, values in self.items()
@@ -117,10 +124,12 @@ def decode(text: str) -> np.ndarray:
 
 
 class HealthLog:
-    """Reporter that writes health.jsonl. A disk without room loses records: the run is not about them."""
+    """Reporter that writes health.jsonl.
+    A disk without room loses records: the run is not about them."""
 
     def __init__(self, file: Path, *, upto: int):
-        """Opens the file, and drops the records of steps after `upto`, which a resumed run writes again."""
+        """Opens the file, and drops the records of steps after `upto`,
+        which a resumed run writes again."""
         self._lines: Lines = open_lines(file)
         self._lines.cut(lambda line: step_of_line(line) <= upto)
         self._step = upto

@@ -65,11 +65,17 @@ def open_lines(file: Path) -> Lines:
 
 
 class LocalLines:
-    """File of lines on a disk."""
+    """File of lines on a disk.
+
+    A last line that was cut off is ended, so that the next is a line of its own.
+    """
 
     def __init__(self, file: Path):
         self.name = str(file)
         self._file = open_file(file, "ab+", buffering=0)
+        size = self.position
+        if size and self._read(size - 1, 1) != b"\n":
+            self._file.write(b"\n")
 
     @property
     def position(self) -> int:

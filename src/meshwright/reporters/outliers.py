@@ -1,13 +1,16 @@
-"""Rule of outliers: by it a run knows a step beyond its own history, and a page marks the first outlier.
+"""Rule of outliers: by it a run knows a step beyond its own history,
+and a page marks the first outlier.
 
 For each number x of a step, with the same number in the last `WINDOW` steps:
 
-    m = median of ln x,   s = 1.4826 * median of |ln x - m|      (a normal deviation, of which half may be outliers)
+    m = median of ln x
+    s = 1.4826 * median of |ln x - m|   (a normal deviation, of which half may be outliers)
     x is an outlier where |ln x - m| > max(spreads * s, ln factor)
 
-They are `SPREADS` and `FACTOR`, or less for numbers that change little from step to step. Logarithms make a fall of a norm as
-visible as its growth. The median and the spread of `FEWEST` steps at least are needed. A number that is not finite is
-always an outlier, and one that is zero where it was not before.
+They are `SPREADS` and `FACTOR`, or less for numbers that change little from step to step.
+Logarithms make a fall of a norm as visible as its growth. The median and the spread of `FEWEST`
+steps at least are needed. A number that is not finite is always an outlier, and one that is zero
+where it was not before.
 """
 
 import numpy as np
@@ -37,7 +40,8 @@ class Baseline:
         self._spread = np.zeros(0)
 
     def deviations(self, values: np.ndarray) -> np.ndarray:
-        """Returns by how much each number is beyond its history, as a multiple of the limit; above 1 is an outlier.
+        """Returns by how much each number is beyond its history, as a multiple of the limit;
+        above 1 is an outlier.
 
         The sign is that of the change. Numbers that are not finite have infinity.
         """

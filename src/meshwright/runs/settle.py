@@ -8,11 +8,11 @@ pipeline schedule, is chosen before (planner/search.py).
 
 import dataclasses
 import functools
-import importlib.metadata
 import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import jaxlib.version
 
 from meshwright.comm.hierarchical import Axes, DcnAxis
 from meshwright.comm.ragged import MOST_RANKS, most_ranks
@@ -57,11 +57,13 @@ _SENT_BETWEEN_NODES = {
     "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer": "False",
     "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback": "True",
 }
-"""Options with which XLA:GPU sends rows of experts between nodes as they are written, by NCCL's sends.
+"""Options with which XLA:GPU sends rows of experts between nodes as they are written,
+by NCCL's sends.
 
 By its defaults since jaxlib 0.12 it gathers the rows of all nodes first, and sums of experts return
 with all of their buffers' empty rows: n nodes send n times as much (xla/backends/gpu/transforms/
-ragged_all_to_all_multi_host_decomposer.cc). Without that pass it refuses to run without the second."""
+ragged_all_to_all_multi_host_decomposer.cc). Without that pass it refuses to run without the
+second."""
 
 
 def settle(placed: PlacedRun, machine: Machine) -> "Settled":
@@ -198,18 +200,19 @@ class Settled(PlacedRun):
             return 1
         devices = self.layout.shape.over(self.layout.expert_axes)
         chip = self.machine.chip
-        # Where each device is a group, all of them exchange at once. 64 of 128 GPUs may still be in one domain, of 72,
-        # which `_nodes_of_experts` cannot know.
+        # Where each device is a group, all of them exchange at once. Of devices, 64 of 128 GPUs may
+        # be in one domain, of 72, which `_nodes_of_experts` cannot know.
         if self.expert_nodes == devices and chip and isinstance(chip.interconnect, Nodes):
-            return devices if devices <= chip.interconnect.devices_per_node else 1
+            return devices if devices <= self._node_devices else 1
         return devices // self.expert_nodes
 
     def check_exchange(self) -> None:
-        """Raises ConfigError where more devices of an NVLink domain exchange rows than XLA's kernel takes."""
+        """Raises ConfigError where more devices of an NVLink domain exchange rows
+        than XLA's kernel takes."""
         if not self._on_known_gpu:
             return
         ranks = self._exchange_ranks
-        version = importlib.metadata.version("jaxlib")
+        version = jaxlib.version.__version__
         most = most_ranks(version)
         if ranks <= most:
             return
@@ -241,14 +244,26 @@ class Settled(PlacedRun):
         chip = self.machine.chip
         if chip is None or not isinstance(chip.interconnect, Nodes):
             return shape.slices if shape.dcn_axis in axes[:1] else 1
-        if shape.size <= chip.interconnect.devices_per_node:
+        node = self._node_devices
+        if shape.size <= node:
             return shape.slices if shape.dcn_axis in axes[:1] else 1
         # The innermost axes of a mesh fill a node.
         degrees = shape.degrees()
         others = math.prod(degrees[axis] for axis in ("context", "tensor") if axis not in axes)
-        room = max(1, chip.interconnect.devices_per_node // others)
+        room = max(1, node // others)
         devices = shape.over(axes)
         return devices // math.gcd(devices, room)
+
+    @property
+    def _node_devices(self) -> int:
+        """GPUs that NVLink joins: those of a node of the target, such as 64 of 72 in `gb200:128`.
+
+        Of devices, whose nodes are not known, the most that a node of the chip has.
+        """
+        if self.machine.mapping is not None:
+            return self.machine.mapping.target.topology[-1]
+        assert self.machine.chip is not None and isinstance(self.machine.chip.interconnect, Nodes)
+        return self.machine.chip.interconnect.devices_per_node
 
     @functools.cached_property
     def gathered_ahead(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -396,7 +411,7 @@ class Settled(PlacedRun):
         sent = (
             2.0
             * tokens
-            * layout.spec.width
+            * specs[0].row_width(layout.spec.width)
             * specs[0].mean_nodes(nodes)
             * (1 - 1 / nodes)
             / chip.network_bandwidth
@@ -430,13 +445,14 @@ class Settled(PlacedRun):
 
     @property
     def sends_note(self) -> str | None:
-        """Sentence for rows of experts that travel between GPU nodes by NCCL's sends, which XLA calls unsupported."""
+        """Sentence for rows of experts that travel between GPU nodes by NCCL's sends,
+        which XLA calls unsupported."""
         decomposer, _ = _SENT_BETWEEN_NODES
         if self.compiler_options.get(decomposer) != "False":
             return None
         return (
-            "rows of experts travel between nodes by NCCL's sends, which have not run on two nodes here and hung for "
-            "others (docs: Parallelism); XLA's own way sends more: "
+            "rows of experts travel between nodes by NCCL's sends, which have not run on two nodes "
+            "here and hung for others (docs: Parallelism); XLA's own way sends more: "
             f"--training.compiler-options auto {decomposer}=True"
         )
 
@@ -459,7 +475,8 @@ class Settled(PlacedRun):
         return tuple(a for a in BATCH_AXES if degrees[a] > 1 and a not in sharded)
 
     def _check_bits(self) -> None:
-        """Raises ConfigError for a run that counts on equal bits, which this machine does not give."""
+        """Raises ConfigError for a run that counts on equal bits,
+        which this machine does not give."""
         faults = self.run.faults
         keeps = self.machine.determinism
         if keeps.keeps == "bitwise" or self.fixes_bits:

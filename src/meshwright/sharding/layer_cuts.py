@@ -113,13 +113,33 @@ def _sums_of_periods(
     parts = stages * virtual_stages
     periods = -(-len(costs) // period)
     if parts > periods:
-        mesh = _mesh_text(stages, virtual_stages)
-        raise ConfigError(
-            f"{len(costs)} layers that repeat every {period} on {mesh}",
-            f"every part begins with a period, and {parts} parts > {periods} periods",
-            f"stage of at most {max(1, periods // virtual_stages)}",
-        )
+        raise _too_few_periods(len(costs), stages, virtual_stages, period)
     return tuple(sum(costs[i : i + period]) for i in range(0, len(costs), period))
+
+
+def _too_few_periods(layers: int, stages: int, virtual_stages: int, period: int) -> ConfigError:
+    """Returns the error of layers with fewer periods than parts: with one, they repeat nowhere."""
+    mesh = _mesh_text(stages, virtual_stages)
+    parts = stages * virtual_stages
+    needed = f"{parts} parts"
+    if virtual_stages > 1:
+        needed = f"{stages} * {virtual_stages} = {needed}"
+    program = "all stages run one program, so every part begins where the kinds of layers repeat"
+    periods = -(-layers // period)
+    if periods == 1:
+        return ConfigError(
+            f"{layers} layers of several kinds, whose order never repeats, on {mesh}",
+            f"{program}: without a period {layers} layers are 1 part, and {mesh} needs {needed}",
+            f"stage=1, and {stages} times the fsdp of this mesh (fsdp={stages} where it has none)",
+        )
+    fix = f"stage={max(1, periods // virtual_stages)}"
+    if virtual_stages > 1:
+        fix += f", or {periods // stages or 1} virtual stages"
+    return ConfigError(
+        f"{layers} layers of several kinds, which repeat every {period}, on {mesh}",
+        f"{program}: {layers} / {period} are {periods} periods, and {mesh} needs {needed}",
+        fix,
+    )
 
 
 def _check_enough_layers(layers: int, stages: int, virtual_stages: int) -> None:

@@ -19,10 +19,20 @@ from meshwright.sharding.placement import Placements
 
 Tree = Any
 """Nested dictionary of Params, of arrays, or of Placements; all have the same keys."""
-Role = Literal["qkv", "attention_out", "ffn_in", "ffn_out", "router", "adapter", "projection"]
-"""Matmul of a weight in its layer; planner, FLOPs and Muon read it. `projection` is any other."""
+Role = Literal[
+    "qkv", "attention_out", "ffn_in", "ffn_out", "router", "adapter", "expert_latent", "projection"
+]
+"""Matmul of a weight in its layer; planner, FLOPs and Muon read it. `expert_latent` is one into the
+latent that experts read, or out of it; `projection` is any other."""
 Stored = Literal["float32", "bfloat16", "int8", "uint8"]
-LOW_PRECISION_ROLES: tuple[Role, ...] = ("qkv", "attention_out", "ffn_in", "ffn_out", "projection")
+LOW_PRECISION_ROLES: tuple[Role, ...] = (
+    "qkv",
+    "attention_out",
+    "ffn_in",
+    "ffn_out",
+    "expert_latent",
+    "projection",
+)
 """Roles of the weights that `--training.matmul-precision` is about."""
 
 

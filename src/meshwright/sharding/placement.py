@@ -33,7 +33,8 @@ class Layout:
     Example:
         >>> from meshwright.sharding.layouts import MEGATRON
         >>> axes = ("fsdp", "expert", "data")
-        >>> layout = mw.Layout(MEGATRON, params_over=axes, optimizer_over=axes, summary="ZeRO-3 over data as well")
+        >>> summary = "ZeRO-3 over data as well"
+        >>> layout = mw.Layout(MEGATRON, params_over=axes, optimizer_over=axes, summary=summary)
         >>> layout.table["F"]
         ('tensor',)
     """

@@ -170,7 +170,8 @@ def _zbv(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]
 def _zbv_choices(
     stages: int, microbatches: int, stage: int, counts: Sequence[_Run]
 ) -> list[list[tuple[int, int]]]:
-    """Returns what a stage of the V may run in a tick: the first task of each list that is ready."""
+    """Returns what a stage of the V may run in a tick: the first task of each list
+    that is ready."""
     live = sum(counts[stage][FORWARD, v] - counts[stage][BACKWARD, v] for v in (0, 1))
     forward = [(FORWARD, 1)]
     if live <= 2 * stages:

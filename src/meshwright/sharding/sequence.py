@@ -76,7 +76,8 @@ class SequenceSplit:
         return self.position_order()[::tokens].reshape(self.shards, SEGMENTS) // tokens
 
     def local_segments(self) -> list[jax.Array]:
-        """Returns the places of this device's segments, int32 scalars; for use inside the `shard_map`."""
+        """Returns the places of this device's segments, int32 scalars;
+        for use inside the `shard_map`."""
         places = jnp.asarray(self.segments(), jnp.int32)[lax.axis_index("context")]
         return [places[i] for i in range(SEGMENTS)]
 
@@ -87,7 +88,8 @@ class SequenceSplit:
 
 
 def segment_tokens(seq: int, shards: int) -> int:
-    """Returns the tokens of a segment of a sequence of `seq`, of which `shards` devices have parts."""
+    """Returns the tokens of a segment of a sequence of `seq`,
+    of which `shards` devices have parts."""
     return seq if shards == 1 else seq // (SEGMENTS * shards)
 
 

@@ -27,7 +27,8 @@ from meshwright.step.state import UpdateRule
 
 
 class MasterState(NamedTuple):
-    """Optimizer state with float32 master weights, of which the parameters are the nearest bfloat16 numbers."""
+    """Optimizer state with float32 master weights,
+    of which the parameters are the nearest bfloat16 numbers."""
 
     low_bits: Tree
     """What is missing from a parameter to its master weight, in units of the master's last bit;
@@ -61,7 +62,8 @@ class _Masters:
     def update(
         self, grads: Tree, state: MasterState, params: Tree, step: jax.Array
     ) -> tuple[Tree, MasterState]:
-        """Returns the updated master weights in bfloat16, and a state with their differences to that."""
+        """Returns the updated master weights in bfloat16,
+        and a state with their differences to that."""
         masters = jax.tree.map(join_float32, params, state.low_bits)
         updates, inner = self.rule.update(grads, state.inner, masters)
         treedef: Any

@@ -60,7 +60,8 @@ def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: in
 
 
 def step_bytes(compiled: Any) -> int | None:
-    """Returns the bytes of a device that a step takes, its arguments among them; None where its compiler does not say.
+    """Returns the bytes of a device that a step takes, its arguments among them;
+    None where its compiler does not say.
 
     compiled: `jax.stages.Compiled`.
     """

@@ -49,7 +49,8 @@ def build_gradients(device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics,
 
     Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and
     aux are summed over all devices, aux in the rows of the parameters; of a model with variables,
-    aux is a tuple of the new ones. Matmuls have the precision of the compute dtype, whoever traces it.
+    aux is a tuple of the new ones. Matmuls have the precision of the compute dtype, whoever traces
+    it.
     """
     compute_dtype = device_run.run.training.compute_dtype
     by_model = device_run.run.model.gradients(device_run, _gradients_by_layers)

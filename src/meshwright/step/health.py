@@ -1,10 +1,11 @@
 """Health of every tensor, measured in every step: what each figure is, and how a step computes it.
 
-A step returns a dictionary by figure, equal on every device: of figures of parameters one vector, which has a number for
-each layer of a stacked parameter and one for any other; of figures of layers a vector for each stack.
+A step returns a dictionary by figure, equal on every device: of figures of parameters one vector,
+which has a number for each layer of a stacked parameter and one for any other; of figures of layers
+a vector for each stack.
 
-A step with health has the same losses and the same parameters, bit for bit, as a step without: nothing that it measures
-is an input of anything else.
+A step with health has the same losses and the same parameters, bit for bit, as a step without:
+nothing that it measures is an input of anything else.
 """
 
 import dataclasses
@@ -39,10 +40,12 @@ LARGEST_LOAD = "largest expert load"
 SMALLEST_LOAD = "smallest expert load"
 ENTROPY = "router entropy"
 BATCH = "batch checksum"
-"""Not kept: two hashes of the tokens of each part of the batch, so that data that repeat themselves are seen."""
+"""Not kept: two hashes of the tokens of each part of the batch,
+so that data that repeat themselves are seen."""
 BITS = "bits"
-"""Not kept: sums of the bits of every parameter and of every array of the optimizer's state, before and after the step.
-What the step leaves is what the next one finds, unless something else has changed it."""
+"""Not kept: sums of the bits of every parameter and of every array of the optimizer's state, before
+and after the step. What the step leaves is what the next one finds, unless something else has
+changed it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +59,14 @@ class Figure:
 FIGURES: dict[str, Figure] = {
     GRADIENT: Figure(
         "sqrt(sum g^2)",
-        "Gradient over the complete batch, before it is clipped. Not finite where an element is not, or where its "
-        "square is above float32 (1.8e19).",
+        "Gradient over the complete batch, before it is clipped. Not finite where an element is "
+        "not, or where its square is above float32 (1.8e19).",
     ),
     PARAMETER: Figure("sqrt(sum w^2)", "Parameter before the step."),
     UPDATE: Figure(
         "sqrt(sum (w' - w)^2)",
-        "What the step adds, weight decay included; over the parameter norm it is the relative update.",
+        "What the step adds, weight decay included; over the parameter norm it is the relative "
+        "update.",
     ),
     UNCHANGED: Figure(
         "count(w' = w) / count(w)",
@@ -73,7 +77,8 @@ FIGURES: dict[str, Figure] = {
     ),
     ATTENTION: Figure(
         "max(0, max over queries of ln sum over keys exp(q.k / sqrt(H)))",
-        "Largest log-sum-exp of attention logits; with S keys the largest logit is between it and it - ln S.",
+        "Largest log-sum-exp of attention logits; with S keys the largest logit is between it and "
+        "it - ln S.",
     ),
     LARGEST_LOAD: Figure(
         "max over experts of tokens / mean", "Load of the busiest expert of a layer over the mean."
@@ -83,7 +88,8 @@ FIGURES: dict[str, Figure] = {
     ),
     ENTROPY: Figure(
         "mean over tokens of -sum over experts p ln p",
-        "Entropy of the router's probabilities; ln E where it prefers no expert, 0 where it is certain.",
+        "Entropy of the router's probabilities; ln E where it prefers no expert, 0 where it is "
+        "certain.",
     ),
 }
 """All figures, in the order of a record."""
@@ -115,13 +121,16 @@ def _is_rounded(device_run: DeviceRun, p: Param) -> bool:
     return (p.stored or device_run.run.training.param_dtype) == "bfloat16"
 
 
-# A parameter [L, ...] whose rows lie on the stages, and of which several devices may hold the same part:
+# A parameter [L, ...] whose rows lie on the stages,
+# and of which several devices may hold the same part:
 #
-#   squares_l = sum over devices of (sum over the device's part of row l of x^2) / (devices that hold the part)
+#   squares_l = sum over devices of (sum over the device's part of row l
+#   of x^2) / (devices that hold the part)
 #
 # Each device writes its rows into the rows of all, so that one sum over all devices is the result.
 def _row_sums(device_run: DeviceRun, p: Param, placed: Placements, x: jax.Array) -> jax.Array:
-    """Returns this device's addends of the sums of each layer of x, [layers]; [1] for a parameter without layers."""
+    """Returns this device's addends of the sums of each layer of x, [layers];
+    [1] for a parameter without layers."""
     shape = device_run.layout.shape
     fraction = shape.over(axes_of(placed.optimizer)) / shape.size  # 1 / devices that hold the part
     if not _is_stacked(p):
@@ -131,7 +140,8 @@ def _row_sums(device_run: DeviceRun, p: Param, placed: Placements, x: jax.Array)
 
 
 def _in_all_rows(local: jax.Array, axes: tuple[str, ...], rows: int) -> jax.Array:
-    """Returns zeros of all rows with those of this device in their place. axes: that split the rows."""
+    """Returns zeros of all rows with those of this device in their place.
+    axes: that split the rows."""
     if local.shape[0] == rows:
         return local
     start = axis_index(axes) * local.shape[0]
@@ -141,7 +151,8 @@ def _in_all_rows(local: jax.Array, axes: tuple[str, ...], rows: int) -> jax.Arra
 def row_sums(device_run: DeviceRun, function: Callable[..., Any], *trees: Tree) -> jax.Array:
     """Returns this device's addends of the sums over `function` of each tensor, concatenated.
 
-    trees: of trained parameters or what has their shape, in the optimizer's placement, local to this device.
+    trees: of trained parameters or what has their shape,
+    in the optimizer's placement, local to this device.
     """
     placements = trained_only(device_run.layout.params, device_run.layout.placements)
     placed = named_leaves(placements)
@@ -155,7 +166,8 @@ def row_sums(device_run: DeviceRun, function: Callable[..., Any], *trees: Tree) 
 
 
 def gradient_sums(device_run: DeviceRun, grads: Tree) -> jax.Array:
-    """Returns this device's addends of the squared norms of gradients that are summed and not clipped."""
+    """Returns this device's addends of the squared norms of gradients that are summed
+    and not clipped."""
     return row_sums(device_run, _square, lax.optimization_barrier(grads))
 
 
@@ -232,7 +244,8 @@ def stack_param(device_run: DeviceRun, stack: str) -> Param:
 
 
 def over_devices(tree: Any) -> Any:
-    """Returns figures of all devices from the addends of each, in two collectives: sums, and the largest of `MAXIMA`."""
+    """Returns figures of all devices from the addends of each, in two collectives: sums,
+    and the largest of `MAXIMA`."""
     axes = tuple(AXES)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     largest = {i: x for i, (path, x) in enumerate(leaves) if is_maximum(path)}
@@ -252,11 +265,14 @@ def gradient_figures(
     health: dict[str, Aux],
     aux: dict[str, Aux],
 ) -> dict[str, Any]:
-    """Returns what a step's gradients and forward pass say of its health, inside of the step's `shard_map`.
+    """Returns what a step's gradients and forward pass say of its health, inside
+    of the step's `shard_map`.
 
-    Squared norms of gradients, by tensor, hashes of the batch, and the figures of layers. grads: summed over devices
-    and not clipped.  ids_BT: of this device's sequences.
-    health: of the layers of this device.  aux: of all layers in order.
+    Squared norms of gradients, by tensor, hashes of the batch, and the figures of layers. grads:
+    summed over devices and not clipped.
+    ids_BT: of this device's sequences.
+    health: of the layers of this device.
+    aux: of all layers in order.
     """
     sums = over_devices(
         {
@@ -273,7 +289,9 @@ def gradient_figures(
 def layer_figures(health: dict[str, Aux], aux: dict[str, Aux], sequences: int) -> dict[str, Aux]:
     """Returns the figures of layers, by figure and stack, from sums over the batch.
 
-    health: sums of `layer_sums`.  aux: of each stack, whose routers have load and entropy.  sequences: of the batch.
+    health: sums of `layer_sums`.
+    aux: of each stack, whose routers have load and entropy.
+    sequences: of the batch.
     """
     figures: dict[str, Aux] = {RESIDUAL: {}, ATTENTION: {}}
     for stack, sums in health.items():
@@ -294,7 +312,8 @@ def layer_figures(health: dict[str, Aux], aux: dict[str, Aux], sequences: int) -
 def with_tensor_figures(
     device_run: DeviceRun, metrics: Metrics, before: Tree, after: Tree, states: tuple[Any, Any]
 ) -> Metrics:
-    """Returns the metrics of a step with the figures of its parameters. before, after: as of `tensor_figures`.
+    """Returns the metrics of a step with the figures of its parameters.
+    before, after: as of `tensor_figures`.
 
     states: of the optimizer around the update.
     """
@@ -316,7 +335,8 @@ def tensor_figures(
 ) -> dict[str, jax.Array]:
     """Returns the figures of parameters, each one vector.
 
-    gradients: their squared norms.  before, after: trained parameters around the update, in the optimizer's placement.
+    gradients: their squared norms.
+    before, after: trained parameters around the update, in the optimizer's placement.
     """
 
     def local(before: Tree, after: Tree) -> dict[str, jax.Array]:
@@ -340,10 +360,11 @@ def _square(p: Param, x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.float32))
 
 
-# The sum of the mixed bits of all elements as whole numbers, modulo 2^32, over every device that has
-# them: exact, the same in any order, and another one if any bit of any copy is another.
+# The sum of the mixed bits of all elements as whole numbers, modulo 2^32, over every device that
+# has them: exact, the same in any order, and another one if any bit of any copy is another.
 def sums_of_bits(device_run: DeviceRun, params: Tree, state: Any) -> jax.Array:
-    """Returns a sum for each row of each trained parameter, and for each array of the optimizer's state, uint32."""
+    """Returns a sum for each row of each trained parameter,
+    and for each array of the optimizer's state, uint32."""
     arrays = _arrays_of(state)
     specs = [x.sharding.spec for x in _arrays_of(device_run.abstract.optimizer)]
 
@@ -373,7 +394,8 @@ def sums_of_bits(device_run: DeviceRun, params: Tree, state: Any) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of each element as a whole number, mixed: twice a number is one bit more in each element."""
+    """Returns the bits of each element as a whole number, mixed: twice a number is one bit more
+    in each element."""
     size = x.dtype.itemsize
     whole = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
     return _mix(lax.bitcast_convert_type(x, whole).astype(jnp.uint32))
@@ -399,7 +421,8 @@ def _squared_difference(p: Param, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _unchanged(device_run: DeviceRun, p: Param, x: jax.Array, y: jax.Array) -> jax.Array | None:
-    """Returns the share of each element in the count of those that are unchanged; None for a parameter of float32."""
+    """Returns the share of each element in the count of those that are unchanged;
+    None for a parameter of float32."""
     if not _is_rounded(device_run, p):
         return None
     elements = p.size // p.shape[0] if _is_stacked(p) else p.size

@@ -71,8 +71,8 @@ class Part(NamedTuple):
     rounded: dict[str, dict[str, tuple[jax.Array, jax.Array]]]
     """Weights of them in low precision, rounded once for all ticks (`GatherParams.rounded`)."""
     grad_stand_ins: Layers
-    """Zeros shaped like the float32 sums of gradients [rows, ...]. The part is differentiated by them
-    instead of by its weights, and their values are never read: `vjp.with_refs` gets the sums
+    """Zeros shaped like the float32 sums of gradients [rows, ...]. The part is differentiated by
+    them instead of by its weights, and their values are never read: `vjp.with_refs` gets the sums
     themselves, to whose rows the gradients are added in place. A leaf that *is* the weight marks a
     frozen parameter; in a forward-only run every leaf does, and nothing is differentiated."""
     adds_gradients: jax.Array

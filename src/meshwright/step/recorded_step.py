@@ -1,8 +1,9 @@
-"""A step whose named tensors are recorded: activations, their gradients, and the gradients of parameters.
+"""A step whose named tensors are recorded: activations, their gradients,
+and the gradients of parameters.
 
 recording = record_step(device_run, params, step, batch)
 for name in recording.names:           # in the order of computation (models/recording.py)
-    recording.tensor(name)             # global array [B, T, ...], or a layer's row of a parameter's gradient
+    recording.tensor(name)             # [B, T, ...], or a layer's row of a parameter's gradient
     recording.pieces[name]             # what each device sent of it
 """
 
@@ -99,7 +100,8 @@ def build_recorder(
 ) -> Any:
     """Returns `(params, step, batch, *variables) -> Recording`, compiled once.
 
-    with_gradients: whether the gradients of parameters come to the host too, which has to have all of them.
+    with_gradients: whether the gradients of parameters come to the host too,
+    which has to have all of them.
     """
     taps = device_run
     if device_run.run.model.states_layers:

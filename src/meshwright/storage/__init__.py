@@ -1,1 +1,2 @@
-"""Storage: paths on local disks and in buckets (`gs://`, `s3://`), and what each kind of store can do."""
+"""Storage: paths on local disks and in buckets (`gs://`, `s3://`),
+and what each kind of store can do."""

@@ -1,7 +1,8 @@
-"""System calls that are made again where they failed for now: a file server that restarts, a network that is away.
+"""System calls that are made again where they failed for now: a file server
+that restarts, a network that is away.
 
-Which errors may pass is decided by `errors.class_of`. A call that fails through all attempts raises its OSError, and who
-made it raises `errors.by_class` of that.
+Which errors may pass is decided by `errors.class_of`. A call that fails through all attempts raises
+its OSError, and who made it raises `errors.by_class` of that.
 """
 
 import errno
@@ -40,7 +41,8 @@ def may_pass(error: BaseException) -> bool:
 
 
 def attempt[T](call: Callable[[], T]) -> T:
-    """Returns what `call` returns, calling it again where it failed for now. Raises the last OSError."""
+    """Returns what `call` returns, calling it again where it failed for now.
+    Raises the last OSError."""
     for pause in PAUSES:
         try:
             return call()
@@ -52,10 +54,12 @@ def attempt[T](call: Callable[[], T]) -> T:
 
 
 def result_of(store: Path, request: Callable[[], Any]) -> Any:
-    """Returns the result of a request to TensorStore, made again where its system call failed for now.
+    """Returns the result of a request to TensorStore, made again
+    where its system call failed for now.
 
-    store: folder or bucket that is asked.  request: starts it and returns a future. Raises OSError where a system call
-    failed, StorageError where a bucket did, and the error of TensorStore for bytes that are not an array.
+    store: folder or bucket that is asked.
+    request: starts it and returns a future. Raises OSError where a system call failed, StorageError
+    where a bucket did, and the error of TensorStore for bytes that are not an array.
     """
 
     def call() -> Any:
@@ -71,7 +75,8 @@ def result_of(store: Path, request: Callable[[], Any]) -> Any:
 
 
 def store_error(store: Path, error: Exception) -> Exception | None:
-    """Returns the error of the system call or of the bucket that made a request to TensorStore fail.
+    """Returns the error of the system call or of the bucket that made a request
+    to TensorStore fail.
 
     Returns None where neither did: then the bytes are wrong.
     """

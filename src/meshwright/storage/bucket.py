@@ -1,9 +1,10 @@
 """Paths in buckets, on TensorStore's drivers for Google Cloud Storage and S3.
 
-The drivers that read and write the tensors of a checkpoint do the small files too, so credentials, endpoint, retries
-and errors are given once; fsspec, universal_pathlib and epath would bring a second client of each store with its own.
-An object is written completely or not at all. A request that fails with 429, 5xx or a broken connection is sent again,
-after 0.2 s, 0.4 s and so on up to 10 s.
+The drivers that read and write the tensors of a checkpoint do the small files too, so credentials,
+endpoint, retries and errors are given once; fsspec, universal_pathlib and epath would bring a
+second client of each store with its own. An object is written completely or not at all. A request
+that fails with 429, 5xx or a broken connection is sent again, after 0.2 s, 0.4 s and so on up to 10
+s.
 """
 
 import contextlib
@@ -33,10 +34,11 @@ MISSING = b"\x02"
 
 
 class BucketPath(PosixPath):
-    """Path of an object, or of those whose names begin with it, in a bucket: `s3://BUCKET/KEY`, `gs://BUCKET/KEY`.
+    """Path of an object, or of those whose names begin with it,
+    in a bucket: `s3://BUCKET/KEY`, `gs://BUCKET/KEY`.
 
-    A folder exists while an object is in it. What a bucket cannot do raises OSError; a request that it refuses raises
-    StorageError.
+    A folder exists while an object is in it. What a bucket cannot do raises OSError; a request that
+    it refuses raises StorageError.
     """
 
     def __str__(self) -> str:
@@ -122,7 +124,8 @@ class BucketPath(PosixPath):
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding or "utf-8", errors, newline)
 
     def read_bytes(self) -> bytes:
-        """Returns the content, of lines in segments that of all segments. Raises FileNotFoundError."""
+        """Returns the content, of lines in segments that of all segments.
+        Raises FileNotFoundError."""
         content = self.read_object()
         if content is None and self.name.endswith(LINES):
             folder, store = segments_of(self), self._store()
@@ -139,7 +142,8 @@ class BucketPath(PosixPath):
         return None if found.state == "missing" else bytes(found.value)
 
     def reversed_lines(self) -> Iterator[str]:
-        """Yields the lines from the last to the first; of lines in segments only those segments are read."""
+        """Yields the lines from the last to the first;
+        of lines in segments only those segments are read."""
         folder = segments_of(self)
         names = folder.object_names()
         parts = [folder / name for name in reversed(names)] or [self]
@@ -149,7 +153,8 @@ class BucketPath(PosixPath):
                     yield line.decode("utf-8", "replace")
 
     def read_part(self, first: int, size: int) -> bytes:
-        """Returns at most `size` bytes from byte `first` on; none behind the end. Raises FileNotFoundError."""
+        """Returns at most `size` bytes from byte `first` on; none behind the end.
+        Raises FileNotFoundError."""
         for part in (slice(first, first + size), slice(first, None)):
             try:
                 return bytes(self._found(part).value)
@@ -179,8 +184,8 @@ class BucketPath(PosixPath):
     def put_if(self, data: bytes, generation: bytes, timeout: float | None = None) -> bytes | None:
         """Replaces the object if its version is `generation` (`MISSING`: if there is none).
 
-        Returns its new version, or None where it has another. Not every server that speaks S3 looks at the condition.
-        Raises StorageError where no answer comes within `timeout` seconds.
+        Returns its new version, or None where it has another. Not every server that speaks S3 looks
+        at the condition. Raises StorageError where no answer comes within `timeout` seconds.
         """
         stamp = self._wait(
             self._store().write(self.key, data, if_equal=generation), "writing", timeout
@@ -201,7 +206,8 @@ class BucketPath(PosixPath):
         self._wait(self._folder().delete_range(tensorstore.KvStore.KeyRange("", "")), "deleting")
 
     def check_writable(self) -> None:
-        """Raises StorageError where the bucket cannot be reached, does not exist, or may not be written.
+        """Raises StorageError where the bucket cannot be reached, does not exist,
+        or may not be written.
 
         Asks with few retries, so that a wrong name or endpoint is found within seconds.
         """
@@ -210,7 +216,8 @@ class BucketPath(PosixPath):
             self._wait(store.write(probe, content), "writing into")
 
     def kvstore(self, retries: int = RETRIES) -> tuple[dict[str, Any], tensorstore.Context]:
-        """Returns TensorStore's description of the objects in this folder, and the context to open them with."""
+        """Returns TensorStore's description of the objects in this folder,
+        and the context to open them with."""
         prefix = f"{self.key}/" if self.key else ""
         if self.parts[0] == "gs:":
             return {"driver": "gcs", "bucket": self.bucket, "path": prefix}, context(retries)
@@ -266,7 +273,8 @@ class BucketPath(PosixPath):
 
 
 class _Written(io.BytesIO):
-    """Content of an object that is written when it is closed, unless its writer failed. exclusive: if there is none."""
+    """Content of an object that is written when it is closed, unless its writer failed.
+    exclusive: if there is none."""
 
     def __init__(self, path: BucketPath, *, exclusive: bool):
         super().__init__()
@@ -298,10 +306,11 @@ LINES = ".jsonl"
 class Segments(io.RawIOBase):
     """Lines of an object that grows: segments `NAME.lines/0000000001`, ..., each put once.
 
-    An object cannot grow, and putting all lines again at every save costs the square of their number. What is written
-    waits for `INTERVAL` seconds, for a save (this is a watcher) or for the end, so that a run which dies and continues
-    from a checkpoint has every line until then. A bucket that is away for a while ends no run: the lines wait. An
-    object `NAME`, as earlier versions wrote it and a move puts it, becomes segment 0.
+    An object cannot grow, and putting all lines again at every save costs the square of their
+    number. What is written waits for `INTERVAL` seconds, for a save (this is a watcher) or for the
+    end, so that a run which dies and continues from a checkpoint has every line until then. A
+    bucket that is away for a while ends no run: the lines wait. An object `NAME`, as earlier
+    versions wrote it and a move puts it, becomes segment 0.
     """
 
     def __init__(self, path: BucketPath):
@@ -362,7 +371,8 @@ class Segments(io.RawIOBase):
         (self._folder / f"{number:010d}").write_bytes(content)
 
     def cut(self, keep: Callable[[str], bool]) -> None:
-        """Drops lines at the end until `keep` holds for the last one. Only segments that lose lines are read."""
+        """Drops lines at the end until `keep` holds for the last one.
+        Only segments that lose lines are read."""
         self.put()
         while self._numbers:
             segment = self._folder / f"{self._numbers[-1]:010d}"
@@ -380,7 +390,8 @@ class Segments(io.RawIOBase):
             return
 
     def thin(self, keep: Callable[[str], bool]) -> int:
-        """Drops the lines for which `keep` does not hold, segment by segment; returns the bytes that are left."""
+        """Drops the lines for which `keep` does not hold, segment by segment;
+        returns the bytes that are left."""
         self.put()
         size = 0
         for number in list(self._numbers):
@@ -439,7 +450,8 @@ def context(retries: int = RETRIES) -> tensorstore.Context:
 
 
 def storage_error(asked: str, error: Exception) -> StorageError:
-    """Returns the error of a request that a bucket refused: what is missing, and where it is given."""
+    """Returns the error of a request that a bucket refused: what is missing,
+    and where it is given."""
     failure = bucket_failure(error)
     if failure is None:
         return StorageError(asked, reason_of(error), "see `Buckets` in the docs")
@@ -448,8 +460,8 @@ def storage_error(asked: str, error: Exception) -> StorageError:
 
 
 _CREDENTIALS = (
-    "for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; for gs:// `gcloud auth application-default "
-    "login` or GOOGLE_APPLICATION_CREDENTIALS"
+    "for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; for gs:// `gcloud auth "
+    "application-default login` or GOOGLE_APPLICATION_CREDENTIALS"
 )
 _REASONS: dict[BucketFailure, tuple[str, str]] = {
     BucketFailure.NO_BUCKET: (
@@ -458,12 +470,14 @@ _REASONS: dict[BucketFailure, tuple[str, str]] = {
     ),
     BucketFailure.NO_CREDENTIALS: ("there are no credentials", _CREDENTIALS),
     BucketFailure.FORBIDDEN: (
-        "the server refused permission (403): no credentials, wrong ones, or ones that may not do this",
+        "the server refused permission (403): no credentials, wrong ones, or ones that may not do "
+        "this",
         f"a role that may list, read, write and delete objects of the bucket; {_CREDENTIALS}",
     ),
     BucketFailure.UNREACHABLE: (
         "the server could not be reached",
-        "AWS_ENDPOINT_URL (s3://) or TENSORSTORE_GCS_HTTP_URL (gs://) of a server that answers, or a network",
+        "AWS_ENDPOINT_URL (s3://) or TENSORSTORE_GCS_HTTP_URL (gs://) of a server that answers, or "
+        "a network",
     ),
     BucketFailure.UNWELL: (
         f"the server failed again and again, through {RETRIES} retries",

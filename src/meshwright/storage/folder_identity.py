@@ -14,9 +14,10 @@ from meshwright.storage.writing import make_folder_below
 class FolderIdentity:
     """Folder that a run writes into, as it was when the run began.
 
-    `rm -r`, `umount -l` and a failover of the storage leave a path that leads nowhere, or into another folder: the
-    mount point, for instance. What is written there is lost to the run. The folder is kept open, so that its inode
-    number is given to no other. A bucket has no such identity.
+    `rm -r`, `umount -l` and a failover of the storage leave a path that leads nowhere, or into
+    another folder: the mount point, for instance. What is written there is lost to the run. The
+    folder is kept open, so that its inode number is given to no other. A bucket has no such
+    identity.
     """
 
     def __init__(self, folder: Path):
@@ -32,7 +33,8 @@ class FolderIdentity:
             self._identity = (status.st_dev, status.st_ino)
 
     def look(self) -> None:
-        """Compares the path with the folder; the first difference is printed on standard error at once."""
+        """Compares the path with the folder;
+        the first difference is printed on standard error at once."""
         if self._identity is None:
             return
         with self._lock:
@@ -41,12 +43,18 @@ class FolderIdentity:
             try:
                 status = os.stat(self.folder)
             except (FileNotFoundError, NotADirectoryError):
-                self.lost = "the folder is gone: it was removed, or its disk unmounted, while the run wrote into it"
+                self.lost = (
+                    "the folder is gone: it was removed, or its disk unmounted, while the run "
+                    "wrote into it"
+                )
             except OSError:
                 return  # a network that is away for a while
             else:
                 if (status.st_dev, status.st_ino) != self._identity:
-                    self.lost = "another folder is in its place: it was removed and made again, or its disk was unmounted"
+                    self.lost = (
+                        "another folder is in its place: it was removed and made again, or its "
+                        "disk was unmounted"
+                    )
             if self.lost:
                 text = (
                     f"{self.folder}: {self.lost}; what is written there from now on would be lost"

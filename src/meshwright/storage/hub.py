@@ -21,11 +21,14 @@ def download_from_hub(
     refusal: Callable[[str, str], MeshwrightError],
     revision: str | None = None,
 ) -> Path:
-    """Returns the folder of a repository in the hub's cache, with the files that match; downloads what is missing.
+    """Returns the folder of a repository in the hub's cache, with the files that match;
+    downloads what is missing.
 
-    name: OWNER/NAME.  repository: `MODEL` or `DATASET`.  patterns: globs of the wanted files.
-    refusal: builds the caller's error from what is true and its fix. Raises that error where the hub
-    has no such files for this user, and UnavailableError where the hub does not answer.
+    name: OWNER/NAME.
+    repository: `MODEL` or `DATASET`.
+    patterns: globs of the wanted files.
+    refusal: builds the caller's error from what is true and its fix. Raises that error where the
+    hub has no such files for this user, and UnavailableError where the hub does not answer.
     """
     try:
         import huggingface_hub
@@ -51,7 +54,8 @@ def _download_error(
     refusal: Callable[[str, str], MeshwrightError],
     revision: str | None,
 ) -> MeshwrightError:
-    """Builds the error of a failed download: from whom the files are kept, or what does not answer."""
+    """Builds the error of a failed download: from whom the files are kept,
+    or what does not answer."""
     from huggingface_hub import errors
 
     login = "`hf auth login`, or HF_TOKEN of an account that may read it"
@@ -74,7 +78,8 @@ def _download_error(
 
 
 def _download_command(name: str, repository: str, revision: str | None) -> str:
-    """Returns the command of the hub's own program that downloads the same: without a type it takes a model."""
+    """Returns the command of the hub's own program that downloads the same:
+    without a type it takes a model."""
     words = ["hf download", name]
     if repository != MODEL:
         words += ["--repo-type", repository]

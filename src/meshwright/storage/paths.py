@@ -1,8 +1,9 @@
 """Paths of the package: a local path, or one in a bucket.
 
-A bucket cannot rename or append, map an object into memory or lock it, and its free space is unknown. So there the
-manifest of a checkpoint is written last, metrics are written at intervals and at the end, token files are read by range
-and texts copied to the cache once, and a lock is an object that is put on condition that there is none.
+A bucket cannot rename or append, map an object into memory or lock it, and its free space is
+unknown. So there the manifest of a checkpoint is written last, metrics are written at intervals and
+at the end, token files are read by range and texts copied to the cache once, and a lock is an
+object that is put on condition that there is none.
 """
 
 import glob
@@ -30,14 +31,16 @@ def in_bucket(location: str | Path) -> bool:
 
 
 def path_of(location: str | Path) -> Path:
-    """Returns the absolute, normal path of a location: of a local file or folder, or of an object in a bucket.
+    """Returns the absolute, normal path of a location: of a local file or folder,
+    or of an object in a bucket.
 
-    `~` is the home folder. `..` leaves the folder that a link before it leads to, as for the system; other links stay
-    in the path, and are followed where it is used. Raises ConfigError for a scheme other than `s3://` and `gs://`, a
-    bucket without a name, and a path out of its bucket.
+    `~` is the home folder. `..` leaves the folder that a link before it leads to, as for the
+    system; other links stay in the path, and are followed where it is used. Raises ConfigError for
+    a scheme other than `s3://` and `gs://`, a bucket without a name, and a path out of its bucket.
 
     Example:
-        >>> str(path_of("s3://bucket/runs/../old") / "mine"), path_of("runs/../mine") == Path.cwd() / "mine"
+        >>> bucket = path_of("s3://bucket/runs/../old")
+        >>> str(bucket / "mine"), path_of("runs/../mine") == Path.cwd() / "mine"
         ('s3://bucket/old/mine', True)
     """
     found = _SCHEME.match(str(location))
@@ -57,10 +60,11 @@ def path_of(location: str | Path) -> Path:
 
 
 def place_of(name: str) -> str:
-    """Returns a name with the path in it made absolute: text, a tokenizer or weights, `hf:PATH` too.
+    """Returns a name with the path in it made absolute: text, a tokenizer
+    or weights, `hf:PATH` too.
 
-    A name that is no path (`bytes`, `hf:OWNER/MODEL`) stays as it is, and a pattern of files keeps its wildcards. The
-    result is of the name's class (`trust`).
+    A name that is no path (`bytes`, `hf:OWNER/MODEL`) stays as it is, and a pattern of files keeps
+    its wildcards. The result is of the name's class (`trust`).
     """
     return derive(name, _placed(name))
 
@@ -102,7 +106,8 @@ def bucket_path(location: str | Path) -> "BucketPath":
 
 
 def kvstore_of(folder: Path) -> tuple[dict[str, Any], Any]:
-    """Returns TensorStore's description of the files in a folder, and the context to open them with (None: its own)."""
+    """Returns TensorStore's description of the files in a folder,
+    and the context to open them with (None: its own)."""
     if in_bucket(folder):
         return bucket_path(folder).kvstore()
     return {"driver": "file", "path": f"{path_of(folder)}/"}, None

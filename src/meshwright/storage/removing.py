@@ -1,11 +1,12 @@
-"""Files and folders that are deleted or renamed: below the descriptor of their folder, without following links.
+"""Files and folders that are deleted or renamed: below the descriptor
+of their folder, without following links.
 
-As `writing` has it for what is written: a folder may come from a stranger, with a link where the package expects a
-folder of its own. Deleting `checkpoints/4` where `checkpoints` is a link would delete in another place. A link at the
-name itself is deleted, never what it leads to.
+As `writing` has it for what is written: a folder may come from a stranger, with a link where the
+package expects a folder of its own. Deleting `checkpoints/4` where `checkpoints` is a link would
+delete in another place. A link at the name itself is deleted, never what it leads to.
 
-`below` is the folder that the user named, or that this process has made. It may be reached through links, and nothing
-between it and the name may be one.
+`below` is the folder that the user named, or that this process has made. It may be reached through
+links, and nothing between it and the name may be one.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 @contextlib.contextmanager
 def _parent_of(path: Path, below: Path) -> Iterator[int]:
-    """Opens the folder of a path, and yields its descriptor. Raises OSError, and ConfigError for a link on the way."""
+    """Opens the folder of a path, and yields its descriptor.
+    Raises OSError, and ConfigError for a link on the way."""
     folder, reached = os.open(below, _FOLDER), below
     try:
         for name in path.parent.relative_to(below).parts:
@@ -40,7 +42,8 @@ def _parent_of(path: Path, below: Path) -> Iterator[int]:
 
 
 def remove_file(file: Path, *, below: Path, missing_ok: bool = False) -> None:
-    """Deletes a file or an object. Raises OSError, and ConfigError for a link between `below` and the file."""
+    """Deletes a file or an object.
+    Raises OSError, and ConfigError for a link between `below` and the file."""
     if in_bucket(file):
         bucket_path(file).unlink(missing_ok=missing_ok)
         return
@@ -57,7 +60,8 @@ def _unlink(file: Path, below: Path) -> None:
 
 
 def remove_empty_folder(folder: Path, *, below: Path) -> None:
-    """Deletes an empty folder. Raises OSError, and ConfigError for a link between `below` and the folder."""
+    """Deletes an empty folder. Raises OSError,
+    and ConfigError for a link between `below` and the folder."""
     with _parent_of(folder, below) as parent:
         os.rmdir(folder.name, dir_fd=parent)
 
@@ -65,8 +69,8 @@ def remove_empty_folder(folder: Path, *, below: Path) -> None:
 def remove_tree(folder: Path, *, below: Path, ignore_errors: bool = False) -> None:
     """Deletes a folder and all in it, if it is there.
 
-    ignore_errors: what the system refuses to delete stays. Raises OSError otherwise, and ConfigError for a link between
-    `below` and the folder.
+    ignore_errors: what the system refuses to delete stays. Raises OSError otherwise, and
+    ConfigError for a link between `below` and the folder.
     """
     if in_bucket(folder):
         bucket_path(folder).remove_tree()
@@ -86,7 +90,8 @@ def remove_tree(folder: Path, *, below: Path, ignore_errors: bool = False) -> No
 
 
 def rename(source: Path, target: Path, *, below: Path) -> None:
-    """Renames a file or folder; replaces a file that has the name, or an empty folder. Raises OSError and ConfigError.
+    """Renames a file or folder; replaces a file that has the name, or an empty folder.
+    Raises OSError and ConfigError.
 
     below: folder of both.
     """

@@ -10,7 +10,8 @@ from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 
 @dataclasses.dataclass(frozen=True)
 class LocalCheckpoints(Ranged, part="local-checkpoints"):
-    """Checkpoints on each host's own disk or in its memory (`/dev/shm`), besides those in the output folder.
+    """Checkpoints on each host's own disk or in its memory (`/dev/shm`), besides those
+    in the output folder.
 
     Example:
         >>> mw.LocalCheckpoints(path="/local/ssd", every=20).max_to_keep
@@ -18,12 +19,14 @@ class LocalCheckpoints(Ranged, part="local-checkpoints"):
     """
 
     path: Annotated[str | None, changes("loop")] = None
-    """Folder on each host's own disk or in its memory, such as /dev/shm; None keeps no such checkpoints."""
+    """Folder on each host's own disk or in its memory, such as /dev/shm;
+    None keeps no such checkpoints."""
     every: Annotated[NonNegativeInt, changes("loop")] = 0
-    """Steps between two of them; 0 keeps none. Between two, `--training.save-every` writes to the output folder."""
+    """Steps between two of them; 0 keeps none.
+    Between two, `--training.save-every` writes to the output folder."""
     max_to_keep: Annotated[PositiveInt, changes("loop")] = 2
-    """Checkpoints to keep there; another has room beside them while it is written. With two, hosts that stopped at
-    different steps have one in common."""
+    """Checkpoints to keep there; another has room beside them while it is written. With two, hosts
+    that stopped at different steps have one in common."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

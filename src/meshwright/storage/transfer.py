@@ -1,4 +1,5 @@
-"""Copies between stores, verified by checksums, and copies of what is read from a bucket in the local cache."""
+"""Copies between stores, verified by checksums,
+and copies of what is read from a bucket in the local cache."""
 
 import concurrent.futures
 import contextlib
@@ -35,7 +36,8 @@ _kept: dict[Path, int] = {}
 
 
 def files_of(folder: Path) -> list[str]:
-    """Returns the names of the files under a folder, relative to it, in order; links are left out."""
+    """Returns the names of the files under a folder, relative to it, in order;
+    links are left out."""
     if in_bucket(folder):
         return bucket_path(folder).object_names()
     files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
@@ -109,8 +111,8 @@ def _check_names(names: Sequence[str], folder: Path) -> None:
 def copy_files(names: Sequence[str], source: Path, target: Path) -> None:
     """Copies files of a folder, several at a time, and reads each copy back.
 
-    A file that the target has already, from a copy that was cut off, is compared and sent again only if it differs.
-    Raises StorageError where a copy differs from its source.
+    A file that the target has already, from a copy that was cut off, is compared and sent again
+    only if it differs. Raises StorageError where a copy differs from its source.
     """
     _check_names(names, source)
     existing = set(files_of(target))
@@ -128,14 +130,18 @@ def _copy_verified(source: Path, target: Path) -> None:
     expected = copy_file(source, target)
     digest = sha256_of(target)
     if digest != expected:
-        truth = f"the copy has SHA-256 {digest[:16]}..., the source {expected[:16]}...; the source is as it was"
+        truth = (
+            f"the copy has SHA-256 {digest[:16]}..., the source {expected[:16]}...; the source is "
+            "as it was"
+        )
         raise StorageError(
             f"copying {source} to {target}", truth, f"delete {target} and copy again"
         )
 
 
 def join_segments(names: Sequence[str], folder: Path) -> None:
-    """Makes one file of the segments of each file of lines that were copied from a bucket. names: in their order."""
+    """Makes one file of the segments of each file of lines that were copied from a bucket.
+    names: in their order."""
     joined: dict[Path, list[Path]] = {}
     for name in sorted(names):
         segment = folder / name
@@ -153,7 +159,8 @@ def join_segments(names: Sequence[str], folder: Path) -> None:
 
 
 def copy_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
-    """Copies a folder with `copy_files`. last: files that make the copy complete, copied when all others are compared.
+    """Copies a folder with `copy_files`.
+    last: files that make the copy complete, copied when all others are compared.
 
     Raises StorageError where there is nothing in it.
     """
@@ -165,7 +172,8 @@ def copy_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
 
 
 def move_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
-    """Copies a folder, compares the copy, and deletes the source: first the files that make it complete."""
+    """Copies a folder, compares the copy,
+    and deletes the source: first the files that make it complete."""
     copy_tree(source, target, last)
     for name in last:
         remove_file(source / name, below=source, missing_ok=True)
@@ -175,9 +183,10 @@ def move_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
 def local_copy(location: Path, cache: Path) -> Path:
     """Returns a local copy of a file or folder in a bucket; a local path itself.
 
-    A copy is named by the versions of its objects, and never changes: another process may read it. Where an object has
-    another version, another copy is made, with hard links to the objects that are as they were. A copy that was cut off
-    is gone on with. Raises StorageError where there is nothing of that name, or no room.
+    A copy is named by the versions of its objects, and never changes: another process may read it.
+    Where an object has another version, another copy is made, with hard links to the objects that
+    are as they were. A copy that was cut off is gone on with. Raises StorageError where there is
+    nothing of that name, or no room.
     """
     if not in_bucket(location):
         return location
@@ -230,7 +239,8 @@ class _BucketSource:
 
     @classmethod
     def find(cls, location: Path) -> "_BucketSource":
-        """Lists the objects of a location. Raises StorageError where there are none, or a name leads out of it."""
+        """Lists the objects of a location.
+        Raises StorageError where there are none, or a name leads out of it."""
         path = bucket_path(location)
         is_file = path.is_file()
         if is_file:
@@ -263,7 +273,8 @@ class _BucketSource:
 
 
 def _keep(copy: Path) -> bool:
-    """Holds a shared lock on a copy until this process ends, so that `meshwright cache` does not delete it.
+    """Holds a shared lock on a copy until this process ends,
+    so that `meshwright cache` does not delete it.
 
     Returns whether the copy is there.
     """

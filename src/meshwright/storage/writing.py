@@ -1,11 +1,13 @@
 """Files that are written: opened below the descriptor of their folder, without following links.
 
-A run folder, a converted model or a folder of tokens may come from a stranger, and `git`, `tar` and `rsync` keep links.
-Opening `events.jsonl` where that is a link to a file elsewhere would change that file. So whatever the package writes
-goes through here, and a link at a name that is written is an error. The folder that the user names may itself be
-reached through links: it is opened first, and its descriptor is what files are opened below.
+A run folder, a converted model or a folder of tokens may come from a stranger, and `git`, `tar` and
+`rsync` keep links. Opening `events.jsonl` where that is a link to a file elsewhere would change
+that file. So whatever the package writes goes through here, and a link at a name that is written is
+an error. The folder that the user names may itself be reached through links: it is opened first,
+and its descriptor is what files are opened below.
 
-A call that fails for now is made again from the beginning, with a new descriptor of the folder (`attempts`).
+A call that fails for now is made again from the beginning,
+with a new descriptor of the folder (`attempts`).
 """
 
 import contextlib
@@ -40,7 +42,8 @@ _OTHERS = ("wandb",)
 def open_descriptor(file: Path, mode: str) -> int:
     """Opens a local file for writing; returns its descriptor.
 
-    mode: as of `open`, or `lock`. Raises OSError, and ConfigError where the file is a link or is not a regular file.
+    mode: as of `open`, or `lock`.
+    Raises OSError, and ConfigError where the file is a link or is not a regular file.
     """
     return attempt(functools.partial(_open_descriptor, file, mode))
 
@@ -108,8 +111,9 @@ def copy_file(source: Path, target: Path) -> None:
 def write_atomically(file: Path, content: str | bytes) -> None:
     """Replaces a file as a whole: a crash leaves the old content or the new one.
 
-    Where it fails for now, all of it is written again: after a failed fsync no page of the file is sure, and a file
-    server may have renamed it and lost its answer. Raises OSError, and ConfigError where the file is a link.
+    Where it fails for now, all of it is written again: after a failed fsync no page of the file is
+    sure, and a file server may have renamed it and lost its answer. Raises OSError, and ConfigError
+    where the file is a link.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     if in_bucket(file):
@@ -141,7 +145,8 @@ def _replace(file: Path, data: bytes) -> None:
 def make_folder(root: Path, *names: str) -> Path:
     """Makes the folder of `names` below `root`, and returns it; none of them may be a link.
 
-    root: made with its parents where it is missing; it may be reached through links. Raises OSError and ConfigError.
+    root: made with its parents where it is missing; it may be reached through links.
+    Raises OSError and ConfigError.
     """
     attempt(lambda: root.mkdir(parents=True, exist_ok=True))
     return make_folder_below(root, *names)
@@ -150,8 +155,8 @@ def make_folder(root: Path, *names: str) -> Path:
 def make_folder_below(root: Path, *names: str, descriptor: int | None = None) -> Path:
     """Makes the folder of `names` below `root` as `make_folder` does, and never `root` itself.
 
-    descriptor: of `root`, where it is open already: the path may lead elsewhere by now. Raises OSError, also where
-    `root` is gone, and ConfigError.
+    descriptor: of `root`, where it is open already: the path may lead elsewhere by now. Raises
+    OSError, also where `root` is gone, and ConfigError.
     """
     made = root.joinpath(*names)
     if in_bucket(root):
@@ -179,10 +184,11 @@ def _make_below(root: Path, names: Sequence[str], descriptor: int | None) -> Non
 
 
 def refuse_links(folder: Path, depth: int = 2) -> None:
-    """Raises ConfigError for a link in a local folder that is to be written, before anything is written there.
+    """Raises ConfigError for a link in a local folder that is to be written,
+    before anything is written there.
 
-    depth: levels that are looked at. A folder that is not there, or that may not be listed, has none. Raises OSError
-    for one that cannot be listed for now.
+    depth: levels that are looked at. A folder that is not there, or that may not be listed, has
+    none. Raises OSError for one that cannot be listed for now.
     """
     if in_bucket(folder):
         return
@@ -211,7 +217,8 @@ def refuse_link(file: Path) -> None:
 
 
 def refuse_special(folder: int, file: Path, *, folders: bool = False) -> None:
-    """Raises ConfigError where `file`, in the folder of a descriptor, is a link, or neither a file nor missing."""
+    """Raises ConfigError where `file`, in the folder of a descriptor, is a link,
+    or neither a file nor missing."""
     try:
         mode = os.stat(file.name, dir_fd=folder, follow_symlinks=False).st_mode
     except FileNotFoundError:
@@ -227,8 +234,8 @@ def refuse_special(folder: int, file: Path, *, folders: bool = False) -> None:
 def _link_error(file: Path, target: str) -> ConfigError:
     return _refused(
         file,
-        f"it is a link to {target!r}, so that what is written would land there; nothing is written through links in a "
-        "folder, which may come from someone else",
+        f"it is a link to {target!r}, so that what is written would land there; nothing is written "
+        "through links in a folder, which may come from someone else",
     )
 
 

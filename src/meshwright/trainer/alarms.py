@@ -1,16 +1,18 @@
 """Alarms of a run: a command or a webhook of the user's is called when something is wrong.
 
-    events of the run ---------+
-    failure, verdict of hosts -+--> Alarms --> queue --> thread "alarms: sender" --> command, webhook
-    step and phase, each second+
+    events of the run ---------+              +--> thread "alarms: no step" ---> command, webhook
+    failure, verdict of hosts -+--> Alarms ---+--> thread "alarms: failed"  ---> command, webhook
+    step and phase, each second+              +--> ...
 
-The training never waits for it. A step that does not come is seen by a thread of process 0, whatever its main thread
-hangs in; a process that was stopped or killed is seen by its supervisor (`launching.supervise`).
+The training never waits for it, and no kind waits for the hook of another. A step that does not
+come is seen by a thread of process 0, whatever its main thread hangs in; a process that was stopped
+or killed is seen by its supervisor (`launching.supervise`).
 """
 
 import collections
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
 import os
@@ -28,26 +30,29 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from meshwright import last_words
 from meshwright.errors import ConfigError, MeshwrightError, reason_of
 from meshwright.ranges import NonNegativeFloat, Ranged, Seconds
-from meshwright.signs import PREPARING, Phases, wait_of_main_thread
+from meshwright.signs import PREPARING, Phases, supervisor_has_gone, wait_of_main_thread
 
 EVENT = "alarm"
 """Kind of the event that a run writes for a step that does not come."""
 NO_STEP, BAD_STEP, FAILED, KILLED = "no step", "bad step", "failed", "killed"
+NO_SUPERVISOR = "no supervisor"
+WITHOUT_SUPERVISOR = (
+    "the supervisor of this process has gone: the training goes on, and is not started again where "
+    "it ends; stop it (SIGTERM saves a checkpoint), then give the same command with --resume"
+)
 SLOW_HOST = "slow host"
 _EVENTS = ("machine", "first tensor", "replica", "roll back")
 """Kinds of events that are alarms."""
 _PERIOD = 1.0
 """Seconds between two looks at the step."""
 _EXPECTED, _SHORTEST, _UNKNOWN = 20.0, 60.0, 1800.0
-"""Medians of a step after which it is missed, and seconds that it is given in any case; seconds for what has no median:
-the first steps, compiling, saving."""
-_REMEMBERED = 100
-"""Last steps of which the median is taken."""
+"""Medians of a step after which it is missed, and seconds that it is given in any case; seconds for
+what has no median: the first steps, compiling, saving."""
 _COMMAND_LIMIT, _WEBHOOK_LIMIT = 30.0, 10.0
 """Seconds after which a command is killed, and a webhook given up."""
 _LAST = 5.0
@@ -56,18 +61,20 @@ _LAST = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlarmOptions(Ranged, part="alarm"):
-    """Command and webhook that get the alarms of a run. Both get a JSON document (docs/faults.md#alarms)."""
+    """Command and webhook that get the alarms of a run. Both get a JSON document
+    (docs/faults.md#alarms)."""
 
     command: str = ""
-    """Command that is run for each alarm, with the document on its standard input. It is not run by a shell."""
+    """Command that is run for each alarm, with the document as a line on its standard input.
+    It is not run by a shell."""
     webhook: str = ""
     """URL of yours to which the document is posted."""
     step_age: NonNegativeFloat = 0.0
-    """Seconds without a step that are an alarm; 0: 20 times the median of the steps, at least a minute. One
-    compilation, save, restore or evaluation has half an hour."""
+    """Seconds without a step that are an alarm; 0: 20 times the median of the steps, at least a
+    minute. One compilation, save, restore or evaluation has half an hour."""
     every: Seconds = 600.0
-    """Seconds in which no second alarm of the same kind is sent: the next one has the number of those that
-    were suppressed."""
+    """Seconds in which no second alarm of the same kind is sent: the next one has the number of
+    those that were suppressed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,7 +129,8 @@ class Alarms:
         self._options = options
         self._out = out
         self._claim = claim
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._senders: dict[str, _Sender] = {}
+        """Kind of an alarm -> its sender."""
         self._lock = threading.Lock()
         self._sent: dict[str, float] = {}
         """Kind of an alarm -> time of `time.monotonic` at which the last was sent."""
@@ -130,10 +138,7 @@ class Alarms:
         self._stopped = threading.Event()
 
     def tell(self, kind: str, text: str, **values: Any) -> None:
-        """Sends an alarm, unless one of its kind was sent a short time ago. Returns at once.
-
-        Without a command and a webhook nothing is sent, and nothing suppressed.
-        """
+        """Sends an alarm, unless one of its kind was sent a short time ago. Returns at once."""
         if not self._options.command and not self._options.webhook:
             return
         document = {
@@ -157,7 +162,10 @@ class Alarms:
                 return
             self._sent[kind] = now
             document["suppressed"] = self._suppressed.pop(kind, 0)
-        self._queue.put(document)
+            with contextlib.suppress(RuntimeError):  # this host starts no further thread
+                if kind not in self._senders:
+                    self._senders[kind] = _Sender(kind, self._send)
+                self._senders[kind].put(document)
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Takes an event of the run, and sends it where it is an alarm."""
@@ -173,9 +181,10 @@ class Alarms:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Sends in a thread while the context is open; waits a few seconds for the last."""
-        sender = threading.Thread(target=self._send_all, daemon=True, name="alarms: sender")
-        sender.start()
+        """Takes the alarms of this process while the context is open.
+
+        Waits a few seconds for the last.
+        """
         _running.append(self)
         try:
             yield
@@ -190,27 +199,42 @@ class Alarms:
             _running.remove(self)
             self._stopped.set()
             with contextlib.suppress(RuntimeError):
-                self._queue.put(None)
-                sender.join(_LAST)
-                if sender.is_alive():
-                    last_words.say(f"alarm: the last was not taken within {_LAST:g} s")
+                self.finish()
+
+    def finish(self) -> None:
+        """Waits a few seconds until the alarms are taken, and prints which are not."""
+        until = time.monotonic() + _LAST
+        with self._lock:
+            senders = list(self._senders.values())
+        for sender in senders:
+            sender.put(None)
+        late = [sender.kind for sender in senders if not sender.ends(until)]
+        if late:
+            kinds = ", ".join(map(repr, late))
+            last_words.say(f"alarm {kinds}: the last was not taken within {_LAST:g} s")
 
     @contextlib.contextmanager
     def watching(self, phases: Phases, record: Callable[..., None]) -> Iterator[None]:
-        """Looks once a second whether steps come. record: takes an event, `EventLog.add`."""
+        """Looks once a second whether steps come, and whether a supervisor is there.
+
+        record: takes an event, `EventLog.add`.
+        """
         watch = StepWatch(self._options.step_age)
 
+        def alarm(kind: str, text: str, **values: Any) -> None:
+            self.tell(kind, text, **values)
+            last_words.say(f"alarm: {text}")
+            record(EVENT, alarm=kind, said=text, **values)  # last: the disk may be what hangs
+
         def run() -> None:
+            is_alone = False
             while not self._stopped.wait(_PERIOD):
                 missed = watch.look(phases, time.monotonic())
-                if missed is None:
-                    continue
-                text = missed.pop("text")
-                self.tell(NO_STEP, text, **missed)
-                last_words.say(f"alarm: {text}")
-                record(
-                    EVENT, alarm=NO_STEP, said=text, **missed
-                )  # last: the disk may be what hangs
+                if missed is not None:
+                    alarm(NO_STEP, **missed)
+                if supervisor_has_gone() and not is_alone:
+                    is_alone = True
+                    alarm(NO_SUPERVISOR, WITHOUT_SUPERVISOR)
 
         watcher = threading.Thread(target=run, daemon=True, name="alarms: age of the step")
         watcher.start()
@@ -221,18 +245,41 @@ class Alarms:
             with contextlib.suppress(RuntimeError):
                 watcher.join(2 * _PERIOD)
 
-    def _send_all(self) -> None:
+    def _send(self, document: dict[str, Any]) -> None:
+        kind = document["alarm"]
+        if not self._claim(kind):
+            last_words.say(
+                f"alarm {kind!r}: another host has sent one (--alarm.every {self._options.every:g})"
+            )
+            return
+        text = json.dumps(document).encode()
+        for name, failure in _call_hooks(self._options, text).items():
+            last_words.say(f"alarm {kind!r} was not taken by {name}: {failure}")
+
+
+class _Sender:
+    """Thread that sends the alarms of one kind in their order."""
+
+    def __init__(self, kind: str, send: Callable[[dict[str, Any]], None]):
+        """Starts the thread. Raises RuntimeError where this host starts none."""
+        self.kind = kind
+        self._send = send
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"alarms: {kind}")
+        self._thread.start()
+
+    def put(self, document: dict[str, Any] | None) -> None:
+        """Adds an alarm, or None after the last."""
+        self._queue.put(document)
+
+    def ends(self, until: float) -> bool:
+        """Waits until the last is sent; returns whether it was. until: time of `time.monotonic`."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
         while (document := self._queue.get()) is not None:
-            kind = document["alarm"]
-            if not self._claim(kind):
-                last_words.say(
-                    f"alarm {kind!r}: another host has sent one (--alarm.every "
-                    f"{self._options.every:g})"
-                )
-                continue
-            text = json.dumps(document).encode()
-            for name, failure in _send(self._options, text).items():
-                last_words.say(f"alarm {kind!r} was not taken by {name}: {failure}")
+            self._send(document)
 
 
 _running: list[Alarms] = []
@@ -245,29 +292,42 @@ def tell(kind: str, text: str, **values: Any) -> None:
         _running[-1].tell(kind, text, **values)
 
 
-def _send(options: AlarmOptions, document: bytes) -> dict[str, str]:
-    """Gives a document to command and webhook; returns why one of them did not take it."""
+def finish() -> None:
+    """Waits a few seconds for the last alarms of this process, which is about to end."""
+    if _running:
+        _running[-1].finish()
+
+
+def _call_hooks(options: AlarmOptions, document: bytes) -> dict[str, str]:
+    """Gives a document to command and webhook; returns why one of them did not take it.
+
+    The command is started first: it goes on by itself, while the webhook has its time.
+    """
     failures = {}
-    # The webhook first: it has the shorter limit, and a process that ends waits for few seconds.
+    command = _start(options.command, document) if options.command else None
     if options.webhook:
         failure = _post(options.webhook, document)
         if failure:
             # The path of a webhook is often a secret.
             host = urllib.parse.urlsplit(options.webhook).hostname
             failures[f"--alarm.webhook at {host}"] = failure
-    if options.command:
-        failure = _run_command(options.command, document)
+    if command is not None:
+        failure = command()
         if failure:
             failures[f"--alarm.command {options.command!r}"] = failure
     return failures
 
 
-def _run_command(command: str, document: bytes) -> str:
-    """Runs a command in a session of its own, which neither Ctrl-C nor our end reaches; returns its failure, or ""."""
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
-        given.write(document)
-        given.seek(0)
-        try:
+def _start(command: str, document: bytes) -> Callable[[], str]:
+    """Starts a command in a session of its own, which neither Ctrl-C nor our end reaches.
+
+    Returns a function that waits for it and returns its failure, or "".
+    """
+    try:
+        with tempfile.TemporaryFile() as given, contextlib.ExitStack() as stack:
+            given.write(document + b"\n")
+            given.seek(0)
+            errors = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
                 shlex.split(command),
                 stdin=given,
@@ -275,8 +335,16 @@ def _run_command(command: str, document: bytes) -> str:
                 stderr=errors,
                 start_new_session=True,
             )
-        except OSError as error:
-            return reason_of(error)
+            stack.pop_all()  # `_wait` closes them
+    except OSError as error:
+        reason = reason_of(error)
+        return lambda: reason
+    return functools.partial(_wait, process, errors)
+
+
+def _wait(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
+    """Waits for a command; returns its failure, or "". errors: its standard error."""
+    with errors:
         try:
             code = process.wait(_COMMAND_LIMIT)
         except subprocess.TimeoutExpired:
@@ -288,7 +356,7 @@ def _run_command(command: str, document: bytes) -> str:
             return ""
         errors.seek(0)
         said = errors.read(4096).decode("utf-8", "replace").strip().splitlines()
-        return f"exit code {code}" + (f", {said[-1]}" if said else "")
+    return f"exit code {code}" + (f", {said[-1]}" if said else "")
 
 
 def _post(url: str, document: bytes) -> str:
@@ -312,18 +380,17 @@ class StepWatch:
         self._others = 0.0
         """Seconds of this step in other phases than steps and data."""
         self._looked = 0.0
-        self._intervals: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
-        """Seconds of the last steps; of several between two looks the mean of each."""
+        self._intervals: collections.deque[float] = collections.deque(maxlen=100)
         self._told = False
 
     def look(self, phases: Phases, now: float) -> dict[str, Any] | None:
-        """Returns what is known of a step that does not come, once; None else. now: of `time.monotonic`."""
+        """Returns what is known of a step that does not come, once; None else.
+        now: of `time.monotonic`."""
         step, phase, since = phases.place
         if self._began is None or step != self._step:
-            if self._began is not None and not self._told:
-                passed = step - self._step
-                interval = max(0.0, now - self._began - self._others) / max(1, passed)
-                self._intervals.extend([interval] * min(passed, _REMEMBERED))
+            if self._began is not None and step > self._step and not self._told:
+                seconds = max(0.0, now - self._began - self._others)
+                self._intervals.append(seconds / (step - self._step))
             self._step, self._began, self._others, self._told = step, now, 0.0, False
             self._looked = now
             return None

@@ -1,18 +1,23 @@
-"""The first tensor, in the order of computation, whose difference between two sources is more than rounding explains.
+"""The first tensor, in the order of computation,
+whose difference between two sources is more than rounding explains.
 
     first       embedding   layer 0, input   ...   token loss   gradient of token loss   ...
     reference   embedding   layer 0, input   ...
-    perturbed   embedding   layer 0, input   ...      the reference, its parameters changed by one unit in the last place
+    perturbed   embedding   layer 0, input   ...      the reference, its parameters changed by
+                                                      one unit in the last place
 
-A source yields (name, tensor): a recorded step on a mesh, of another checkout or on other devices, or another program
-that computes the same model. Sources are read together, so none of them has to hold all of its tensors at once.
+A source yields (name, tensor): a recorded step on a mesh, of another checkout or on other devices,
+or another program that computes the same model. Sources are read together, so none of them has to
+hold all of its tensors at once.
 
-What rounding explains is measured for each tensor, since it depends on how many numbers were summed, on what cancels,
-and on the layers before. It is the difference between the reference and the reference at perturbed parameters: each
-element is multiplied by 1 + 2^-23 or 1 - 2^-23 at random (Parker 1997, "Monte Carlo Arithmetic"). Every product of the
-step then has an error of the size that rounding gives it, at random, and every sum adds them as it adds its own; sums
-in another order, which is what meshes and programs differ by, have errors of that size. The order of sums itself is
-not permuted, because that takes a permutation of the model's dimensions, which heads and rotary pairs do not allow.
+What rounding explains is measured for each tensor, since it depends on how many numbers were
+summed, on what cancels, and on the layers before. It is the difference between the reference and
+the reference at perturbed parameters: each element is multiplied by 1 + 2^-23 or 1 - 2^-23 at
+random (Parker 1997, "Monte Carlo Arithmetic"). Every product of the step then has an error of the
+size that rounding gives it, at random, and every sum adds them as it adds its own; sums in another
+order, which is what meshes and programs differ by, have errors of that size. The order of sums
+itself is not permuted, because that takes a permutation of the model's dimensions, which heads and
+rotary pairs do not allow.
 """
 
 import dataclasses
@@ -25,8 +30,8 @@ import numpy as np
 from meshwright.models.recording import TensorName
 
 ROUNDING_FACTOR = 8
-"""Differences that rounding may cause, in units of the measured rounding error. Measured ratios are 0.3 to 2.4, over
-families, meshes and tensors of the test suite."""
+"""Differences that rounding may cause, in units of the measured rounding error. Measured ratios are
+0.3 to 2.4, over families, meshes and tensors of the test suite."""
 _ULP = np.float32(2**-23)
 
 Source = Iterable[tuple[TensorName, np.ndarray]]
@@ -35,7 +40,8 @@ Source = Iterable[tuple[TensorName, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Difference of one tensor between two sources, relative to the largest element of the reference."""
+    """Difference of one tensor between two sources, relative to the largest element
+    of the reference."""
 
     name: TensorName
     largest: float
@@ -43,10 +49,11 @@ class Difference:
     rounding: float
     """Largest difference that rounding explains."""
     excess: float
-    """Difference over what rounding explains: above 1 it is more. Of the largest element or of the root mean square,
-    whichever is more."""
+    """Difference over what rounding explains: above 1 it is more. Of the largest element or of the
+    root mean square, whichever is more."""
     place: tuple[int, ...]
-    """Index of the element with the largest difference; of activations the sequence and the position come first."""
+    """Index of the element with the largest difference;
+    of activations the sequence and the position come first."""
 
     @property
     def is_explained(self) -> bool:
@@ -77,7 +84,8 @@ class Divergence:
         return next((d for d in self.differences if not d.is_explained), None)
 
     def by_layer(self) -> list[tuple[str, dict[str, Difference]]]:
-        """Returns each layer's worst difference of each pass (`recording.Pass`), in the order of the forward pass."""
+        """Returns each layer's worst difference of each pass (`recording.Pass`),
+        in the order of the forward pass."""
         rows: dict[tuple[int, int], dict[str, Difference]] = {}
         for difference in self.differences:
             row = rows.setdefault(difference.name.row, {})
@@ -88,7 +96,8 @@ class Divergence:
 
 
 def _row_name(part: int, layer: int) -> str:
-    """Returns the name of a row of the table by layer. part: before the layers (0), in them, or after (2)."""
+    """Returns the name of a row of the table by layer.
+    part: before the layers (0), in them, or after (2)."""
     if part == 1:
         return f"layer {layer}"
     return "before the layers" if part == 0 else "after the layers"
@@ -97,7 +106,8 @@ def _row_name(part: int, layer: int) -> str:
 def compare(
     names: tuple[str, str], first: Source, reference: Source, perturbed: Source
 ) -> Divergence:
-    """Compares two sources. names: of the two.  perturbed: the reference at perturbed parameters (`perturb`).
+    """Compares two sources. names: of the two.
+    perturbed: the reference at perturbed parameters (`perturb`).
 
     A tensor that only one of them yields is not compared, and is named in the result.
     """

@@ -44,9 +44,11 @@ def explain_step(
 ) -> list[str]:
     """Prints the first bad tensor of a step; returns the lines. All processes call it together.
 
-    state: before the step where it is not finite, else after it.  batch: of the step, None where it is not known.
-    reference: another batch.  first_sample: index of the batch's first sample.  records: whether the step is taken
-    again.
+    state: before the step where it is not finite, else after it.
+    batch: of the step, None where it is not known.
+    reference: another batch.
+    first_sample: index of the batch's first sample.
+    records: whether the step is taken again.
     """
     doing = f"looking for the first bad tensor of step {alarm.step}"
     with activity(EVENT, doing, "looked for the first bad tensor", alarm.step) as work:
@@ -80,11 +82,15 @@ def _tensor_line(alarm: Alarm, first: First | None) -> str:
         return f"{suspect} is {suspect.what}"
     if first is not None:
         return f"{first.tensor}: {first.what}"
-    return "none: every tensor is within its own history"
+    text = "none: every tensor is within its own history"
+    if alarm.closest is not None:
+        text += f"; closest to its limit: {alarm.closest} is {alarm.closest.what}"
+    return text
 
 
 def _device_line(state: Any, first: First | None, hosts: list[str]) -> str:
-    """Names the device, where it is one: by its replicas, or by what it has computed. hosts: name of each process's."""
+    """Names the device, where it is one: by its replicas, or by what it has computed.
+    hosts: name of each process's."""
     odd = find_odd_replicas(state.params, shard_sums(state.params))
     if odd is not None:
         devices = name_devices(odd.devices, hosts)

@@ -1,16 +1,20 @@
-"""First tensor of a bad step: the first in the order of computation that is not finite, or beyond its history.
+"""First tensor of a bad step: the first in the order of computation that is not finite,
+or beyond its history.
 
 `Watch` looks at the loss and the health of every step. Four rules tell a bad one:
 
     not finite          the loss, a norm, or anything that is measured
     beyond its history  the rule of `reporters.outliers`, for loss, norms and figures of layers
-    seen before         a part of the batch has the tokens of one of the last steps of the same epoch
-    changed in between  the bits of a parameter or of a moment are not those that the step before has left
+    seen before         a part of the batch has the tokens of a recent step of the same epoch
+    changed in between  the bits of a parameter or of a moment are not those that the step before
+                        has left
 
-The figures of a step already say which layer and parameter is first, in the order of computation: parameters, then the
-forward pass up the layers, then gradients down the layers, then updates. `name_first` takes the step again with the
-same batch and records its tensors (`step.recorded_step`), which gives the tensor within the layer, the sequences and the
-device. A step that is not finite has left the state as it was before; after another one the state has its update.
+The figures of a step already say which layer and parameter is first, in the order of computation:
+parameters, then the forward pass up the layers, then gradients down the layers, then updates.
+`name_first` takes the step again with the same batch and records its tensors
+(`step.recorded_step`), which gives the tensor within the layer, the sequences and the device. A
+step that is not finite has left the state as it was before; after another one the state has its
+update.
 """
 
 import collections
@@ -48,7 +52,8 @@ _LOSS_FACTOR = 1.25
 VALUES = "values"
 """Figure of a suspect that has been changed between two steps."""
 _LARGEST_LSE = 100.0
-"""Attention logits above which runs have become unstable (Kimi K2, arXiv:2507.20534, section 2.1)."""
+"""Attention logits above which runs have become unstable (Kimi K2, arXiv:2507.20534,
+section 2.1)."""
 _UNJUDGED = (SMALLEST_LOAD, UNCHANGED)
 """Shares that are often zero."""
 _QUIET = 50
@@ -86,7 +91,10 @@ class Alarm:
     reason: str
     finite: bool
     suspects: tuple[Suspect, ...]
-    """In the order of computation; empty where only the loss or the global norm is beyond its history."""
+    """In the order of computation;
+    empty where only the loss or the global norm is beyond its history."""
+    closest: Suspect | None = None
+    """Number that came closest to its limit, where none is a suspect."""
 
 
 class Watch:
@@ -95,8 +103,8 @@ class Watch:
     def __init__(self, epochs: Epochs | None = None) -> None:
         """Begins without a history.
 
-        epochs: passes over the text, after each of which batches may come again; None where the data
-        have no end.
+        epochs: passes over the text, after each of which batches may come again;
+        None where the data have no end.
         """
         self._epochs = epochs
         self._baseline: Baseline | None = None
@@ -143,7 +151,8 @@ class Watch:
         return self._beyond(step, values, deviations, factors, record)
 
     def _jump(self, loss: float) -> float:
-        """Returns a loss over the median of the last ones: a loss falls, and what is new is a jump."""
+        """Returns a loss over the median of the last ones: a loss falls,
+        and what is new is a jump."""
         recent = float(np.median(self._losses)) if self._losses else loss
         if np.isfinite(loss):
             self._losses.append(loss)
@@ -165,6 +174,11 @@ class Watch:
             return None
         self._quiet_until = step + _QUIET
         suspects = tuple(_suspects(record, beyond[2:], factors[2:]))
+        closest = None
+        if not suspects and record.values.size:
+            distances = np.where(_judged(record), np.abs(deviations[2:]), 0.0)
+            is_closest = np.arange(distances.size) == distances.argmax()
+            closest = next(_suspects(record, is_closest, factors[2:]))
         reasons = []
         if beyond[0]:
             times = f"{values[0]:.3g} times the median of the last {_RECENT}"
@@ -175,7 +189,7 @@ class Watch:
             )
         if not reasons:
             reasons.append(f"the {suspects[0]} is {suspects[0].what}")
-        return Alarm(step, "; ".join(reasons), True, suspects)
+        return Alarm(step, "; ".join(reasons), True, suspects, closest)
 
     def _repeated(self, step: int, record: HealthRecord) -> str:
         """Says which parts of the batch have been read before; "" where all are new."""
@@ -216,7 +230,8 @@ def _changed(before: HealthRecord | None, record: HealthRecord) -> tuple[Suspect
 
 
 def _factors(record: HealthRecord) -> np.ndarray:
-    """Returns the least factor of each number that is beyond its history: of the loss, of norms, of figures."""
+    """Returns the least factor of each number that is beyond its history: of the loss,
+    of norms, of figures."""
     return np.concatenate([[_LOSS_FACTOR, FACTOR], np.full(record.values.size, FACTOR)])
 
 
@@ -242,7 +257,8 @@ def _is_large_lse(record: HealthRecord) -> np.ndarray:
 def _suspects(
     record: HealthRecord, wrong: np.ndarray, factors: np.ndarray | None
 ) -> Iterator[Suspect]:
-    """Yields the numbers that are wrong in the order of computation, of one place the furthest first."""
+    """Yields the numbers that are wrong in the order of computation,
+    of one place the furthest first."""
     found: list[tuple[tuple[float, ...], Suspect]] = []
     start = 0
     for series, values in record.items():
@@ -273,7 +289,8 @@ def _place(series: Series, number: int) -> tuple[int, float]:
 
 
 def measure(x_BT: jax.Array) -> jax.Array:
-    """Returns of each sequence the largest |x|, the root mean square, and the count of what is not finite, [B, 3]."""
+    """Returns of each sequence the largest |x|, the root mean square,
+    and the count of what is not finite, [B, 3]."""
     x = x_BT.astype(jnp.float32).reshape(x_BT.shape[0], -1)
     finite = jnp.isfinite(x)
     x = jnp.where(finite, x, 0.0)
@@ -298,10 +315,12 @@ class First(NamedTuple):
 def name_first(
     device_run: DeviceRun, state: Any, batch: Any, alarm: Alarm, reference: Any
 ) -> First | None:
-    """Takes a step again and returns its first bad tensor; None where neither the batch nor an activation is bad.
+    """Takes a step again and returns its first bad tensor;
+    None where neither the batch nor an activation is bad.
 
-    reference: another batch, with whose tensors those of a finite step are compared. The activations of a wrapped model
-    have no names, so only its batch is looked at. All processes call it together.
+    reference: another batch, with whose tensors those of a finite step are compared. The
+    activations of a wrapped model have no names, so only its batch is looked at. All processes call
+    it together.
     """
     activation = None
     if device_run.run.model.states_layers:
@@ -315,7 +334,8 @@ def name_first(
 def _first_activation(
     device_run: DeviceRun, state: Any, batch: Any, alarm: Alarm, reference: Any
 ) -> First | None:
-    """Returns the first bad activation, or gradient of one, that this process has. Arguments: of `name_first`."""
+    """Returns the first bad activation, or gradient of one, that this process has.
+    Arguments: of `name_first`."""
     unclipped = dataclasses.replace(device_run.run.optimizer, grad_clip_norm=0.0)
     device_run = dataclasses.replace(
         device_run, run=dataclasses.replace(device_run.run, optimizer=unclipped)
@@ -354,7 +374,8 @@ def _earliest(answers: list[Any]) -> Any:
 
 
 def _first_of(recording: Recording, compared: Recording | None) -> First | None:
-    """Returns the first tensor that is not finite, or that is far above the same tensor of another batch."""
+    """Returns the first tensor that is not finite,
+    or that is far above the same tensor of another batch."""
     for name, pieces in recording.pieces.items():
         counts = _by_sequence(pieces, 2)
         if max(counts.values(), default=0.0) > 0:

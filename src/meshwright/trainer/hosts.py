@@ -39,8 +39,9 @@ from meshwright.hardware.agreement import (
     choose_together,
     digest,
     flatten,
+    versions_of_program,
 )
-from meshwright.hardware.hosts import installed_versions, store
+from meshwright.hardware.hosts import store
 from meshwright.monitoring.watch import keep_last_minutes
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import fields_to_compare
@@ -72,6 +73,7 @@ _FOLDER = "meshwright/watchdog"
 _SLOW = 10
 """Times the limit for phases that compile, restore or evaluate."""
 _SLOW_PHASES = ("prepare", "start", "compile", "evaluate", "sample")
+_IN_STEPS = ("step", "data")
 _GRACE = 3.0
 """Seconds in which process 0 publishes its verdict before it leaves, and with it the key-value
 store."""
@@ -95,20 +97,9 @@ def agree_on(run: Run) -> None:
     agree("run or versions", _fields_of(run))
 
 
-def _is_source(file: Path) -> bool:
-    """Whether a file of the package decides what a run computes: code, or a table that it reads."""
-    return file.is_file() and "__pycache__" not in file.parts
-
-
 def _fields_of(run: Run) -> dict[str, str]:
     """Returns the fields of the Run, JAX's settings, and the versions of libraries and driver."""
-    # The package's files: an installation in place has no version that tells changes.
-    root = Path(__file__).parents[1]
-    files = sorted(file for file in root.rglob("*") if _is_source(file))
-    sources = digest(
-        b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files)
-    )
-    found = {**installed_versions(), "meshwright's source": sources}
+    found = versions_of_program()
     device = jax.local_devices()[0]
     found["the device's runtime"] = (
         f"{device.device_kind}, {device.client.platform_version}".replace("\n", ", ")
@@ -187,8 +178,8 @@ class Sign:
     left: str
     """Reason for which the host has left; `done` where it has come to its end."""
     delay: float = 0.0
-    """Mean seconds, over its last signs, that a small computation took and that its thread woke too
-    late."""
+    """Mean seconds, over its last signs in steps, that a small computation took and that its thread
+    woke too late; 0 before there are enough."""
     what: str = ""
     """What its main thread waits for: devices, a barrier, a file, a pipe; and the line of
     Python."""
@@ -231,7 +222,16 @@ def verdict(signs: Mapping[int, Sign], limits: Watchdog, now: float) -> str | No
         return None  # it tokenises for all
     limit = limits.stall * (_SLOW if last.phase in _SLOW_PHASES else 1)
     waited = now - last.at + last.seconds
-    return f"{last.describe(now)}: over the limit of {limit:g} s" if waited > limit else None
+    if waited <= limit:
+        return None
+    text = f"{last.describe(now)}: over the limit of {limit:g} s"
+    alike = [s for s in running if (s.host, s.step, s.phase) == (EVERYBODY, last.step, last.phase)]
+    if len(alike) == len(running) > 1:
+        text = (
+            f"all {len(running)} processes wait alike, so none is named: a device or a link does "
+            f"not answer (meshwright doctor on each host reads their counters); {text}"
+        )
+    return text
 
 
 def waited_for(running: list[Sign]) -> Sign:
@@ -284,9 +284,9 @@ def slow_work(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> dict[int, 
             continue
         place = f" ({sign.what})" if sign.what and sign.host == NOBODY else ""
         found[process] = (
-            f"process {process} ({sign.name}, pid {sign.pid}) takes {a_step:.2g} s of each step for "
-            f"itself{place}, {100 * share:.0f} % of the time, most other hosts {100 * median:.0f} %: "
-            "they wait for it in every step"
+            f"process {process} ({sign.name}, pid {sign.pid}) takes {a_step:.2g} s of each step "
+            f"for itself{place}, {100 * share:.0f} % of the time, most other hosts "
+            f"{100 * median:.0f} %: they wait for it in every step"
         )
     return found
 
@@ -321,7 +321,13 @@ def _steps_between(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> int:
 
 
 def slow_hosts(signs: Mapping[int, Sign]) -> dict[int, str]:
-    """Returns the hosts that are several times slower than most, for which others wait."""
+    """Returns the hosts that are several times slower than most, for which others wait.
+
+    Hosts of which nothing is known yet are left out.
+    """
+    signs = {process: sign for process, sign in signs.items() if sign.delay}
+    if not signs:
+        return {}
     median = statistics.median_low([sign.delay for sign in signs.values()])
     return {
         process: f"process {process} ({s.name}, pid {s.pid}) is slow: "
@@ -383,6 +389,11 @@ class _Watch:
         self.delays: collections.deque[float] = collections.deque(maxlen=_DELAYS)
         self.named: set[str] = set()
         self.earlier: tuple[float, dict[int, Sign]] = (0.0, {})
+        self.is_alone = False
+        """Whether it was said that the supervisor of this process has gone."""
+        self.judged_at = time.monotonic()
+        self.pause = (0.0, 0.0)
+        """Time at which this process last went on after it was stopped, and the seconds of that."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -458,11 +469,16 @@ class _Watch:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._sign()
                 self._read()
+            if self.process and signs.supervisor_has_gone() and not self.is_alone:
+                self.is_alone = True  # process 0 has an alarm
+                last_words.say(f"process {self.process}: {alarms.WITHOUT_SUPERVISOR}")
             due = time.monotonic() + self.period
             if self.stopped.wait(self.period):
                 return
             hashlib.sha256(_WORK).digest()
-            self.delays.append(time.monotonic() - due)
+            # A compilation keeps all processors busy, and no other host waits for it.
+            if self.phases.now[1] in _IN_STEPS:
+                self.delays.append(time.monotonic() - due)
 
     def _sign(self) -> None:
         self.beat += 1
@@ -531,15 +547,16 @@ class _Watch:
                 alarms.tell(alarms.SLOW_HOST, text)
 
     def _judge(self) -> None:
-        last = time.monotonic()
+        self.judged_at = time.monotonic()
         while not self.stopped.wait(self.period / 2):
             now = time.monotonic()
-            if now - last > self.limits.silence / 2:
+            if now - self.judged_at > self.limits.silence / 2:
                 # This process was itself stopped, and has not heard of the others yet.
                 self.signs = {
                     process: dataclasses.replace(s, at=now) for process, s in self.signs.items()
                 }
-            last = now
+                self.pause = (now, now - self.judged_at)
+            self.judged_at = now
             others = {
                 process: sign for process, sign in self.signs.items() if process != self.process
             }
@@ -551,6 +568,15 @@ class _Watch:
                 continue
             if found:
                 self._leave(found)
+
+    def _own_pause(self, now: float) -> str:
+        """Says that this process was itself stopped a moment ago; "" where it was not."""
+        since, seconds = self.pause
+        if now - self.judged_at > self.limits.silence / 2:  # the thread that judges still sleeps
+            since, seconds = now, now - self.judged_at
+        if not seconds or now - since > self.limits.silence:
+            return ""
+        return f"this process was itself stopped for {seconds:.0f} s, and "
 
     def _leave(self, found: str) -> None:
         if not _silence.acquire(blocking=False):
@@ -572,7 +598,7 @@ class _Watch:
         step, phase, _ = self.phases.now
         whole = signs.whole()
         if whole is None:
-            alarms.tell(alarms.FAILED, found, error=HostError.__name__)
+            alarms.tell(alarms.FAILED, found, fix=again, error=HostError.__name__)
         error = HostError(
             f"training on {self.processes} hosts, seen by process {self.process} in phase "
             f"{phase}, step {step}",
@@ -588,6 +614,8 @@ class _Watch:
             last_words.say(text.rstrip("\n"))
             sender.join(_GRACE)
             time.sleep(min(_GRACE, 2.5 * self.period))  # in which the others read it
+            with contextlib.suppress(RuntimeError):  # this host starts no further thread
+                alarms.finish()
             text = ""
         last_words.leave(code, text)
 
@@ -634,7 +662,7 @@ class _Watch:
             )
             if not found and self.process:
                 where = f": {self.signs[0].describe(now)}" if 0 in self.signs else ""
-                found = f"the connection to process 0 has ended{where}"
+                found = f"{self._own_pause(now)}the connection to process 0 has ended{where}"
             absent = [i for i in range(self.processes) if i not in self.signs]
             self._leave(
                 found or f"JAX misses a process; of {absent} none has come as far as training"

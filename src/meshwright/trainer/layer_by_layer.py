@@ -1,17 +1,19 @@
-"""One step of a Hugging Face model on one device, forward and backward, of which one layer is in memory at a time.
+"""One step of a Hugging Face model on one device, forward and backward,
+of which one layer is in memory at a time.
 
-    forward     read layer 0, run it, drop it; read layer 1, ...      the input of every layer is kept
+    forward     read layer 0, run it, drop it; read layer 1, ...      every layer's input is kept
     loss        final norm, logits, loss
     backward    read layer L-1, run it again, differentiate it, drop it; read layer L-2, ...
 
-The parts are those of the train step, `Model.embed`, `Model.layer_functions` and `LocalModel.loss`, with the taps of
-`models.recording`. So the tensors have the names, the order and the numbers of a recorded step.
+The parts are those of the train step, `Model.embed`, `Model.layer_functions` and `LocalModel.loss`,
+with the taps of `models.recording`. So the tensors have the names, the order and the numbers of a
+recorded step.
 """
 
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -57,7 +59,8 @@ def packed_batch(documents: np.ndarray) -> Batch:
 class LayerByLayer:
     """Source of the named tensors of one step, in float32.
 
-    Iterating takes the step: it reads every layer twice and holds one, the tables of the vocabulary, and activations.
+    Iterating takes the step: it reads every layer twice and holds one, the tables of the
+    vocabulary, and activations.
     """
 
     run: Run
@@ -71,6 +74,10 @@ class LayerByLayer:
     def __iter__(self) -> Iterator[Named]:
         with self.weights.reader() as reader, matmuls_of("float32"):
             yield from _Step(self, reader).tensors()
+
+
+_TABLES = ("embed", "positions")
+"""Parameters that are read before the layers."""
 
 
 class _Step:
@@ -94,34 +101,45 @@ class _Step:
     def tensors(self) -> Iterator[Named]:
         """Yields every tensor in the order of computation."""
         others = self._other_params()
-        layers = len(self._spec.layers)
-        x_BTD = self._call("embed", self._embed, others)
-        yield from self._received("forward")
-        inputs: list[Any] = []
-        for layer in range(layers):
-            inputs.append(np.asarray(x_BTD))
-            x_BTD = self._call(*self._layer(layer), self._layer_params(layer), x_BTD, layer)
-            yield from self._received("forward")
+        inputs: list[np.ndarray] = []
+        x_BTD = yield from self._forward(others, inputs)
         g_others, g_x = self._call("loss", self._loss_gradients, others, x_BTD)
         received = list(self._received("forward", "backward"))
         yield from (tensor for tensor in received if tensor[0].of == "forward")
         yield from (tensor for tensor in received if tensor[0].of == "backward")
-        tied = "unembed" not in others
-        yield from self._gradients(g_others, lambda path: path != "embed" and path != "positions")
-        for layer in reversed(range(layers)):
-            name, run = self._layer(layer)
-            backward = functools.partial(self._layer_gradients, run)
-            params = self._layer_params(layer)
-            g_params, g_x = self._call(
-                ("backward", name), backward, params, inputs.pop(), layer, g_x
-            )
-            yield from self._received("backward")
-            yield from self._gradients(g_params, lambda path: True, layer)
+        yield from self._gradients(g_others, lambda path: path not in _TABLES)
+        g_x = yield from self._backward(inputs, g_x)
         g_embed = self._call("embed gradients", self._embed_gradients, others, g_x)
         yield from self._received("backward")
-        if tied:
+        if "unembed" not in others:
+            # The tables are tied: the logits have a gradient of the same table.
             g_embed = jax.tree.map(jnp.add, g_embed, g_others)
-        yield from self._gradients(g_embed, lambda path: path in ("embed", "positions"))
+        yield from self._gradients(g_embed, lambda path: path in _TABLES)
+
+    def _forward(self, others: Tree, inputs: list[np.ndarray]) -> Generator[Named, None, jax.Array]:
+        """Yields the tensors of the forward pass, keeps the input of every layer,
+        and returns the output of the last."""
+        x_BTD: jax.Array = self._call("embed", self._embed, others)
+        yield from self._received("forward")
+        for layer in range(len(self._spec.layers)):
+            inputs.append(np.asarray(x_BTD))
+            x_BTD = self._call(*self._layer(layer), self._layer_params(layer), x_BTD, layer)
+            yield from self._received("forward")
+        return x_BTD
+
+    def _backward(
+        self, inputs: list[np.ndarray], g_x: jax.Array
+    ) -> Generator[Named, None, jax.Array]:
+        """Yields the gradients of all layers, the last first,
+        and returns that of the first layer's input."""
+        for layer in reversed(range(len(self._spec.layers))):
+            name, run = self._layer(layer)
+            backward = functools.partial(self._layer_gradients, run)
+            arguments = (self._layer_params(layer), inputs.pop(), layer, g_x)
+            g_params, g_x = self._call(("backward", name), backward, *arguments)
+            yield from self._received("backward")
+            yield from self._gradients(g_params, lambda path: True, layer)
+        return g_x
 
     # Parts of the step, as functions of parameters, inside the `shard_map` of the one device.
 
@@ -225,7 +243,8 @@ class _Step:
 
     @property
     def _stacks(self) -> set[str]:
-        """Subtrees with a row for each layer, those of layers that predict further tokens included."""
+        """Subtrees with a row for each layer, those of layers
+        that predict further tokens included."""
         return {block.stack for block in (*self._spec.layers, *self._spec.further)}
 
     def _read(self, path: str, row: int | None) -> np.ndarray:

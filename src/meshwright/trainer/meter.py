@@ -89,7 +89,8 @@ class Meter:
         return float(np.median(self._intervals)) if self._intervals else float("nan")
 
     def push(self, step: int, metrics: Metrics, samples: int) -> None:
-        """Keeps the metrics of a step that was just dispatched. samples: read before its end since the run began."""
+        """Keeps the metrics of a step that was just dispatched.
+        samples: read before its end since the run began."""
         self._pending = (step, metrics, samples)
 
     def report(self, step: int, values: Values) -> None:

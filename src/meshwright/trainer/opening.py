@@ -18,7 +18,12 @@ from meshwright.activity import activity, watched_by
 from meshwright.checkpoint.checkpoints import check_room
 from meshwright.checkpoint.steps import committed_steps, explained_writing
 from meshwright.data.batch import ramp_of
-from meshwright.hardware.agreement import agree, answer_of_the_first, choose_together
+from meshwright.hardware.agreement import (
+    agree,
+    answer_of_the_first,
+    choose_together,
+    versions_of_program,
+)
 from meshwright.hardware.hosts import store
 from meshwright.monitoring.processes import keeping_processes
 from meshwright.monitoring.watch import watching_machines
@@ -128,7 +133,8 @@ def open_events(stack: contextlib.ExitStack, out: Path) -> EventLog | None:
 
 
 def watch_machine(stack: contextlib.ExitStack, out: Path, events: EventLog | None) -> None:
-    """Watches the counters of this host's devices, links and disks: one process of each host reads them.
+    """Watches the counters of this host's devices, links and disks: one process
+    of each host reads them.
 
     events: as of `open_events`.
     """
@@ -183,7 +189,8 @@ def open_checkpoints(
 def keep_processes(
     stack: contextlib.ExitStack, out: Path, phases: Phases, checkpoints: Tiers
 ) -> None:
-    """Keeps the table of the processes of the run, with their usual seconds and their memory, in the output folder."""
+    """Keeps the table of the processes of the run,
+    with their usual seconds and their memory, in the output folder."""
     client = store() if jax.process_count() > 1 else None
     stack.enter_context(keeping_processes(out, phases, client, checkpoints.check_folder))
 
@@ -216,22 +223,25 @@ def begin_or_resume(
 
 
 def random_choice_note(run: Run) -> str:
-    """Returns what a run from random weights should know of indexers that it does not train with the rest; "" if nothing."""
+    """Returns what a run from random weights should know of indexers that it does not train with
+    the rest; "" if nothing."""
     if run.init_from is not None or not run.model.states_layers:
         return ""
     seq = run.training.seq
     indexers = [a.indexer for a in run.model.spec().attention if a.indexer is not None]
     if any(indexer.training == "warmup" for indexer in indexers):
         return (
-            "the warm-up trains only the indexer, and the attention that it learns is that of random weights: "
-            "--init-from WEIGHTS begins with trained ones, --model.index-training sparse trains everything"
+            "the warm-up trains only the indexer, and the attention that it learns is that of "
+            "random weights: --init-from WEIGHTS begins with trained ones, --model.index-training "
+            "sparse trains everything"
         )
     fewest = min((i.top_k for i in indexers if i.training == "frozen"), default=seq)
     if fewest >= seq:
         return ""
     return (
-        f"the indexer has random weights and is not trained: of up to {seq} keys each query sees {fewest} that "
-        f"are chosen at random; --model.index-training sparse trains it, --model.index-topk {seq} sees all keys"
+        f"the indexer has random weights and is not trained: of up to {seq} keys each query sees "
+        f"{fewest} that are chosen at random; --model.index-training sparse trains it, "
+        f"--model.index-topk {seq} sees all keys"
     )
 
 
@@ -275,7 +285,8 @@ _MOST_SOURCES = 100
 
 
 def _place_in_data(prepared: Trainable, position: Position) -> dict[str, Any]:
-    """Returns what places a run in its data: the units that it trains on in all, and what its samples are of.
+    """Returns what places a run in its data: the units that it trains on in all,
+    and what its samples are of.
 
     How often each source was read follows from it and from the units in a line of metrics.
     """
@@ -331,6 +342,7 @@ def _open_files(
         processes=jax.process_count(),
         kind=device_run.mesh.devices.flat[0].device_kind,
         how=start,
+        versions=versions_of_program(),
         identity=position.identity,
         checked=lines.checked,
         data=_place_in_data(prepared, position),

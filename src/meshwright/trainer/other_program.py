@@ -1,12 +1,13 @@
 """A run's first step compared with that of another program, or on other devices, tensor by tensor.
 
     a folder with src/meshwright       another commit, by this Python
-    a folder with bin/python           another environment: another JAX, and its Meshwright if it has one
-    devices                            the same program with every device's part computed by its neighbor
+    a folder with bin/python           another environment, with its Meshwright if it has one
+    devices                            the same program, each part computed by the next device
     transformers                       another program for the model of a Hugging Face folder
 
-The run is that of `parity`: float32, and gradients before they are clipped. The other commit or environment reads the
-run from a file, takes the step in a process of its own (`recorded_child.py`), and writes its tensors to a file.
+The run is that of `parity`: float32, and gradients before they are clipped. The other commit or
+environment reads the run from a file, takes the step in a process of its own (`recorded_child.py`),
+and writes its tensors to a file.
 """
 
 import dataclasses
@@ -42,11 +43,13 @@ DEVICES = "devices"
 DOCUMENTS = 2
 """Documents in the sequence that is compared with `transformers`: neither may see the other."""
 _TEXT = (
-    "In the beginning of a step every device has its part of the parameters. The layers are computed in order, and "
-    "each reads what the layer before it wrote: attention mixes the positions of a document, the feed-forward half "
-    "mixes the features of a position, and both add what they find to the residual stream. In 1687, F = m a; in 2017, "
-    "softmax(Q K^T / sqrt(d)) V. The derivative goes back the same way, from the loss to the embedding, and what was "
-    "read twice is summed. 3.14159, 2.71828, 1.41421: numbers round, and the order of a sum changes its last digits. "
+    "In the beginning of a step every device has its part of the parameters. The layers are "
+    "computed in order, and each reads what the layer before it wrote: attention mixes the "
+    "positions of a document, the feed-forward half mixes the features of a position, and both add "
+    "what they find to the residual stream. In 1687, F = m a; in 2017, softmax(Q K^T / sqrt(d)) V. "
+    "The derivative goes back the same way, from the loss to the embedding, and what was read "
+    "twice is summed. 3.14159, 2.71828, 1.41421: numbers round, and the order of a sum changes its "
+    "last digits. "
 )
 
 
@@ -56,7 +59,8 @@ def is_program(against: str) -> bool:
 
 
 def compare_program(prepared: Trainable, program: Path, cache: Path) -> Parity:
-    """Compares the first step with that of another commit or environment. Raises ConfigError where there is none."""
+    """Compares the first step with that of another commit or environment.
+    Raises ConfigError where there is none."""
     mesh = prepared.device_run.run.mesh
     assert mesh is not None
     run = in_float32(prepared.device_run.run, mesh, 1)
@@ -73,7 +77,8 @@ def compare_program(prepared: Trainable, program: Path, cache: Path) -> Parity:
 
 
 def _step_of(program: Path, run: Run, cache: Path) -> dict[str, np.ndarray]:
-    """Takes the first step of a run by another program; returns the arrays that it writes, by `by_key`.
+    """Takes the first step of a run by another program;
+    returns the arrays that it writes, by `by_key`.
 
     cache: its compilation cache. Raises ConfigError where the program ends without a step.
     """
@@ -96,7 +101,8 @@ def _step_of(program: Path, run: Run, cache: Path) -> dict[str, np.ndarray]:
             words = done.stderr.strip().splitlines() or ["it said nothing"]
             raise ConfigError(
                 f"parity --against {program}",
-                f"{command[0]} took no step there and ended with code {done.returncode}: {words[-1]}",
+                f"{command[0]} took no step there and ended with code {done.returncode}: "
+                f"{words[-1]}",
                 "a checkout or an environment in which `meshwright train` runs this recipe",
             )
         with np.load(out, allow_pickle=False) as file:
@@ -106,7 +112,8 @@ def _step_of(program: Path, run: Run, cache: Path) -> dict[str, np.ndarray]:
 def _unequal_inputs(
     params: Mapping[str, Any], tokens: np.ndarray, theirs: dict[str, np.ndarray]
 ) -> tuple[str, ...]:
-    """Returns the initial parameters, and the tokens, with which another program began differently."""
+    """Returns the initial parameters, and the tokens,
+    with which another program began differently."""
     unequal: list[str] = []
     for name, x in params.items():
         other = theirs.get(f"initial|{name}")
@@ -130,7 +137,8 @@ def tensors_of(arrays: dict[str, np.ndarray]) -> list[tuple[TensorName, np.ndarr
         if of not in ("forward", "backward", "parameters"):
             continue
         layer, _, name = rest.partition("|")
-        found.append((TensorName(of, name, int(layer) if layer else None), array))  # type: ignore[arg-type]
+        index = int(layer) if layer else None
+        found.append((TensorName(of, name, index), array))  # type: ignore[arg-type]
     return sorted(found, key=lambda pair: (pair[0].order, pair[0]))
 
 
@@ -147,7 +155,8 @@ def _command_of(program: Path) -> tuple[list[str], dict[str, str]]:
     if not python.is_file():
         raise ConfigError(
             f"parity --against {program}",
-            "it has no src/meshwright, which a checkout has, and no bin/python, which an environment has",
+            "it has no src/meshwright, which a checkout has, and no bin/python, which an "
+            "environment has",
             "the folder of a checkout, or of an environment",
         )
     environment.pop("PYTHONPATH", None)
@@ -160,7 +169,8 @@ def _command_of(program: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def compare_devices(prepared: Trainable) -> Parity:
-    """Compares the first step with itself on the same mesh, where each device does the part of its neighbor.
+    """Compares the first step with itself on the same mesh,
+    where each device does the part of its neighbor.
 
     The program is the same, so every bit has to be. Raises ConfigError where there is one device.
     """
@@ -196,7 +206,8 @@ def _recorded(recording: Recording) -> list[tuple[TensorName, np.ndarray]]:
 
 
 def _suspects(divergence: Divergence, first: Recording, second: Recording) -> tuple[str, ...]:
-    """Returns the devices that computed what differs first, in both orders where there is such a device."""
+    """Returns the devices that computed what differs first,
+    in both orders where there is such a device."""
     found = divergence.first
     if found is None or found.name.of == "parameters":
         return ()
@@ -213,15 +224,19 @@ def _suspects(divergence: Divergence, first: Recording, second: Recording) -> tu
 
 
 def compare_transformers(run: Run, tokens: int, text: str | None = None) -> Parity:
-    """Compares one step of a Hugging Face folder's model with that of `transformers`, layer by layer.
+    """Compares one step of a Hugging Face folder's model with that
+    of `transformers`, layer by layer.
 
-    run: of `hf:PATH`.  tokens: length of the sequence that is compared, in two documents.  text: what they have; None
-    takes a text of this module. Raises ConfigError for a run without such a folder, or a text that is too short.
+    run: of `hf:PATH`.
+    tokens: length of the sequence that is compared, in two documents.
+    text: what they have; None takes a text of this module. Raises ConfigError for a run without
+    such a folder, or a text that is too short.
     """
     if run.init_from is None or not run.init_from.startswith("hf:"):
         raise ConfigError(
             f"parity of {run.name} against transformers",
-            "it starts from no folder of Hugging Face, so transformers has no model to compare with",
+            "it starts from no folder of Hugging Face, so transformers has no model to compare "
+            "with",
             "meshwright parity hf:PATH --against transformers",
         )
     weights = open_folder(run.init_from)
@@ -237,8 +252,8 @@ def compare_transformers(run: Run, tokens: int, text: str | None = None) -> Pari
     if length < 1 or len(ids) < needed:
         raise ConfigError(
             f"parity against transformers over {tokens} tokens",
-            f"{DOCUMENTS} documents of {length} tokens and the token after each are {needed}, and the text has "
-            f"{len(ids)}",
+            f"{DOCUMENTS} documents of {length} tokens and the token after each are {needed}, and "
+            f"the text has {len(ids)}",
             f"--tokens {max(DOCUMENTS, (len(ids) // DOCUMENTS - 1) * DOCUMENTS)}",
         )
     documents = ids[:needed].reshape(DOCUMENTS, length + 1)

@@ -86,7 +86,8 @@ class Parity(Shown):
     steps: tuple[StepParity, ...]
     """Comparison of each step."""
     tensors: Divergence | None = None
-    """Comparison of the tensors of one step: the first that diverges, or the first if that was asked for."""
+    """Comparison of the tensors of one step: the first that diverges,
+    or the first if that was asked for."""
     tensors_of_step: int = 1
     """Step of that comparison."""
     devices: tuple[str, ...] = ()
@@ -119,7 +120,8 @@ class Parity(Shown):
 
     @property
     def first_tensor(self) -> Difference | None:
-        """First tensor whose difference is more than rounding explains, in the order of computation.
+        """First tensor whose difference is more than rounding explains,
+        in the order of computation.
 
         None where there is none, or where no tensors were compared.
         """
@@ -265,12 +267,14 @@ class Side:
         return self._to_host(gradients)
 
     def record(self, params: Tensors, batch: Any, step: int) -> Named:
-        """Returns the tensors of `recording` in the order of computation, of all processes of the mesh."""
+        """Returns the tensors of `recording` in the order of computation,
+        of all processes of the mesh."""
         recording = self.recording(params, batch, step)
         return [(name, _joined(self._mesh, recording.tensor(name))) for name in recording.names]
 
     def recording(self, params: Tensors, batch: Any, step: int) -> Recording:
-        """Records a step at `params`, before gradients are clipped. step: from 1, as the results count."""
+        """Records a step at `params`, before gradients are clipped.
+        step: from 1, as the results count."""
         device_run = unclipped(self._device_run)
         arrays = self._to_devices(params)
         count = np.int32(step - 1)
@@ -339,7 +343,8 @@ class _SecondSide:
         return StepParity(step, (loss, other_loss), difference, worst)
 
     def compare_tensors(self, meshes: tuple[str, str], params: Tensors, first: Named) -> Divergence:
-        """Compares the tensors of the last step that was compared. first: those of the first side, at `params`."""
+        """Compares the tensors of the last step that was compared.
+        first: those of the first side, at `params`."""
         rows = self._answer(functools.partial(self._compare_tensors, meshes, params, first))
         return divergence_of(meshes, rows)
 

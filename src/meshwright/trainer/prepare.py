@@ -114,7 +114,8 @@ class Trainable(abc.ABC):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of a run of text; None of a wrapped model, whose batches are its author's own."""
+        """Tokenizer of a run of text;
+        None of a wrapped model, whose batches are its author's own."""
         return None
 
     def epochs(self) -> Epochs | None:

@@ -1,8 +1,10 @@
-"""Records the first step of a run by the Meshwright that this Python imports: a program, run as a file.
+"""Records the first step of a run by the Meshwright that this Python imports: a program, run
+as a file.
 
     python recorded_child.py RUN.json OUT.npz CACHE DEVICES
 
-It imports only what commits have had for long, so that a commit without recorded tensors still gives its gradients.
+It imports only what commits have had for long,
+so that a commit without recorded tensors still gives its gradients.
 """
 
 import sys
@@ -37,7 +39,8 @@ def main(run_file: str, out: str, cache: str, devices: str) -> None:
 
 
 def _tensors(device_run: Any, state: Any, batch: Any) -> dict[str, Any]:
-    """Returns the tensors of the step, or the gradients alone of a commit that records no others."""
+    """Returns the tensors of the step, or the gradients alone of a commit
+    that records no others."""
     import jax
     import numpy as np
 

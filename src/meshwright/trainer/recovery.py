@@ -27,7 +27,7 @@ from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class, reason_of
-from meshwright.hardware.agreement import answer_of_the_first, flatten
+from meshwright.hardware.agreement import answer_of_the_first, flatten, versions_of_program
 from meshwright.reporters.files import last_start, last_step
 from meshwright.runs.fields import may_change
 from meshwright.runs.run import Run
@@ -127,14 +127,25 @@ class _FolderRecords(NamedTuple):
     """Samples that are left out: first, number and run."""
     last_step: int
     """Last step with metrics."""
+    versions: dict[str, str]
+    """Versions of what has computed its last steps; empty if the events have none."""
 
     @classmethod
     def read(cls, out: Path) -> "_FolderRecords":
         """Reads the records in process 0. Raises CheckpointError."""
-        identity, skipped, step = answer_of_the_first(
-            lambda: [last_start(out).get("identity", ""), _left_out(out), last_step(out)]
-        )
-        return cls(str(identity), skipped, int(step))
+
+        def read() -> list[Any]:
+            start = last_start(out)
+            return [
+                start.get("identity", ""),
+                _left_out(out),
+                last_step(out),
+                start.get("versions"),
+            ]
+
+        identity, skipped, step, versions = answer_of_the_first(read)
+        known = versions if isinstance(versions, dict) else {}
+        return cls(str(identity), skipped, int(step), {n: str(v) for n, v in known.items()})
 
 
 class _Comparison:
@@ -163,6 +174,7 @@ class _Comparison:
         self.changes, self.unknown = compare(
             manifest, self._run, self._fingerprint, folder.identity, folder.skipped
         )
+        self.changes += changed_versions(folder.versions, versions_of_program())
         refused = [change for change in self.changes if self._is_refused(change)]
         if not refused:
             return
@@ -254,7 +266,7 @@ def compare(
     if unknown.
     skipped: samples that the folder leaves out, each with its run.
     """
-    comparison = _Differences(_changed_fields(manifest.run, run), [])
+    comparison = _Differences(changed_fields(manifest.run, run), [])
     jump = describe_rate_jump(manifest.run, run, manifest.step)
     if jump is not None:
         comparison.changes.append(Change("learning rate", jump, refused=False))
@@ -277,7 +289,7 @@ class _Differences(NamedTuple):
         self.changes.append(Change(name, text, refused=True))
 
 
-def _changed_fields(before: Run, now: Run) -> list[Change]:
+def changed_fields(before: Run, now: Run) -> list[Change]:
     """Returns the fields that differ between two Runs."""
     fields_before = flatten(fields_to_compare(before))
     fields_now = flatten(fields_to_compare(now))
@@ -288,6 +300,21 @@ def _changed_fields(before: Run, now: Run) -> list[Change]:
         if old != new:
             text = f"{name} was {old} and is {new}"
             changes.append(Change(name, text, refused=not may_change(now, name)))
+    return changes
+
+
+def changed_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """Returns the packages and sources that are others than those of the steps so far.
+
+    before: empty where they are not known.
+    """
+    changes: list[Change] = []
+    for name in dict.fromkeys((*before, *now)) if before else ():
+        old = before.get(name, "absent")
+        new = now.get(name, "absent")
+        if old != new:
+            text = f"the version of {name} was {old} and is {new}"
+            changes.append(Change(f"version of {name}", text, refused=False))
     return changes
 
 

@@ -6,8 +6,9 @@ A tensor that is not sharded over a mesh axis has a replica on every device of t
     sums of bits after a step                a          a          b          a
     after the replacement                    a          a          a          a
 
-Every device sums the bits of its own shards, and one all-reduce of a few bytes tells whether any differ. Only then all
-sums are gathered, and every process decides the same from them (`Replicas.make_equal`).
+Every device sums the bits of its own shards, and one all-reduce of a few bytes tells whether any
+differ. Only then all sums are gathered, and every process decides the same from them
+(`Replicas.make_equal`).
 """
 
 import collections
@@ -37,7 +38,8 @@ EVENT = "replica"
 _SHOWN = 4
 """Tensors and devices that a text names."""
 _ON_DEVICES = (None, "device", "unpinned_host")
-"""Kinds of memory that a program on the devices reads; those that are offloaded are not compared."""
+"""Kinds of memory that a program on the devices reads;
+those that are offloaded are not compared."""
 
 Specs = tuple[tuple[str, PartitionSpec], ...]
 """Name and sharding of each tensor."""
@@ -51,7 +53,8 @@ class OddReplicas(NamedTuple):
     names: list[str]
     """Tensors of which they are."""
     devices: list[jax.Device]
-    """Devices that have other bits than most of their group; the entire group where as many have others."""
+    """Devices that have other bits than most of their group;
+    the entire group where as many have others."""
     sources: dict[str, frozenset[jax.Device]] | None
     """Devices of each tensor from which every group takes its bits; None without a majority."""
 
@@ -69,13 +72,27 @@ def have_replicas(tree: Any) -> bool:
 
 def replicas_differ(tree: Any) -> bool:
     """Returns whether any device has other bits than its replicas; the same in every process."""
-    tensors = _on_devices(tree)
+    compare, tensors = comparison_of(tree)
     if not tensors:
         return False
-    compare = _build_comparison(_mesh_of(tensors), _specs_of(tensors))
     with waiting("the devices"):
         differing = jax.device_get(compare(tensors))
     return bool(differing > 0)
+
+
+def comparison_of(
+    tree: Any,
+) -> tuple[Callable[[dict[str, jax.Array]], jax.Array], dict[str, jax.Array]]:
+    """Returns the program that compares the replicas of a tree, and the tensors that it takes.
+
+    The program counts the pairs of a tensor and a device whose bits are not those of all replicas.
+
+    tree: arrays, or abstract arrays with shardings.
+    """
+    tensors = _on_devices(tree)
+    if not tensors:
+        return lambda none: jnp.int32(0), {}
+    return _build_comparison(_mesh_of(tensors), _specs_of(tensors)), tensors
 
 
 def shard_sums(tree: Any) -> Sums:
@@ -207,7 +224,8 @@ class Replicas:
                     f"step {step}, replicas compared",
                     f"{name_devices(odd.devices, hosts)} had other bits in {shown(odd.names)}, and "
                     f"{name_devices(again, hosts)} had before in this start of the run",
-                    "--resume without the host of that device; replicas were compared before every save",
+                    "--resume without the host of that device; replicas were compared before every "
+                    "save",
                 )
             self._odd_before |= set(odd.devices)
             if odd.sources is None:
@@ -217,7 +235,8 @@ class Replicas:
         return state
 
     def _what_follows(self, odd: OddReplicas, step: int, *, is_again: bool) -> str:
-        """Returns what is done about replicas that differ, and which gradients they were part of."""
+        """Returns what is done about replicas that differ,
+        and which gradients they were part of."""
         if is_again:
             return "as before in this start of the run, which ends"
         if odd.sources is None:

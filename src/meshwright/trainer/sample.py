@@ -54,7 +54,8 @@ def write_sample(
 
 
 def check_prompt(data: Data, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError for a prompt that the characters of the text cannot write, before the run trains."""
+    """Raises ConfigError for a prompt that the characters of the text cannot write,
+    before the run trains."""
     if not isinstance(tokenizer, Chars):
         return
     try:
@@ -71,7 +72,8 @@ def check_prompt(data: Data, tokenizer: Tokenizer) -> None:
 def _prompt_of(data: Data, tokenizer: Tokenizer) -> str:
     """Returns the prompt of a run's sample.
 
-    The line break of runs that name no prompt is left out where the text has none: the sample then begins a text.
+    The line break of runs that name no prompt is left out
+    where the text has none: the sample then begins a text.
     """
     names_none = data.prompt == Data().prompt
     if isinstance(tokenizer, Chars) and names_none and data.prompt not in tokenizer.letters:

@@ -50,8 +50,8 @@ class Summary(Shown):
     step_seconds: float
     """Median seconds from one step to the next, waiting for data included."""
     goodput: Mapping[str, float]
-    """Shares of the time since its first event, restarts included: `goodput` in steps that count, and
-    where the rest went (docs/formats.md). Empty until a second step has a time."""
+    """Shares of the time since its first event, restarts included: `goodput` in steps that count,
+    and where the rest went (docs/formats.md). Empty until a second step has a time."""
     interrupted_by: int
     """Number of the signal that ended the run early; 0 where it came to its end."""
     sample: str

@@ -181,7 +181,8 @@ class Tiers(Checkpoints):
         return list(dict.fromkeys(step for step, _, _ in self._choices(None, strict=False)))
 
     def output_has(self, step: int) -> bool:
-        """Returns whether the output folder has a checkpoint of a step; the same in every process."""
+        """Returns whether the output folder has a checkpoint of a step;
+        the same in every process."""
         return answer_of_the_first(lambda: step in committed_steps(self.folder))
 
     def restore(

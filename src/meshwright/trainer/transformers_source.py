@@ -1,13 +1,15 @@
-"""One step of a Hugging Face model by `transformers`, forward and backward, with one layer in float32 at a time.
+"""One step of a Hugging Face model by `transformers`, forward and backward,
+with one layer in float32 at a time.
 
-`transformers` builds the model and reads its files in their own type; its own forward pass is called. Each layer's
-parameters become float32 for the layer's turn only. The tensors inside of a layer are found by the names that
-`transformers` gives its modules:
+`transformers` builds the model and reads its files in their own type; its own forward pass is
+called. Each layer's parameters become float32 for the layer's turn only. The tensors inside of a
+layer are found by the names that `transformers` gives its modules:
 
-    layer(hidden_states)                                            input
-      input_layernorm -> self_attn(h)                               attention input, attention output
-      x + ... -> post_attention_layernorm -> mlp(h)                 attention residual, feed-forward input and output
-                                                                    output
+    layer(hidden_states)                   input
+      input_layernorm -> self_attn(h)      attention input, attention output
+      x + ... -> post_attention_layernorm  attention residual
+              -> mlp(h)                    feed-forward input, feed-forward output
+                                           output
 """
 
 import contextlib
@@ -44,19 +46,22 @@ def check_installed() -> None:
     if missing:
         raise ConfigError(
             "parity --against transformers",
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and the step is computed "
-            "by both programs",
-            "pip install 'meshwright[transformers]', or torch and transformers of your own in this environment",
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and "
+            "the step is computed by both programs",
+            "pip install 'meshwright[transformers]', or torch and transformers of your own in this "
+            "environment",
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformersSource:
-    """Source of the named tensors of one step, as `transformers` computes them; iterating takes the step."""
+    """Source of the named tensors of one step, as `transformers` computes them;
+    iterating takes the step."""
 
     weights: WeightsFolder
     documents: np.ndarray
-    """Tokens [documents, T + 1]. Each is a sequence of its own here, and a part of one sequence in Meshwright."""
+    """Tokens [documents, T + 1]. Each is a sequence of its own here,
+    and a part of one sequence in Meshwright."""
 
     def __iter__(self) -> Iterator[Named]:
         with warnings.catch_warnings():
@@ -151,7 +156,8 @@ class _Step:
         lse = torch.logsumexp(logits, -1)
         targets = torch.tensor(self._source.documents[:, 1:], dtype=torch.long)
         losses = lse - logits.gather(-1, targets[..., None])[..., 0]
-        # Meshwright multiplies the hidden states by the factor on logits, and `transformers` the logits.
+        # Meshwright multiplies the hidden states by the factor on logits,
+        # and `transformers` the logits.
         factor = self._logit_factor
         yield TensorName("forward", FINAL_NORM), self._packed(final) * factor
         yield TensorName("forward", LOG_SUM_EXP), self._packed(lse)
@@ -160,7 +166,8 @@ class _Step:
         yield TensorName("backward", FINAL_NORM), self._packed(final.grad) / factor
 
     def _backward_after_layers(self) -> list[Named]:
-        """Returns the gradients of the parameters after the layers; a table that is tied has its own later."""
+        """Returns the gradients of the parameters after the layers;
+        a table that is tied has its own later."""
         table = self._model.get_input_embeddings().weight
         after = self._gradients(self._model, lambda p: p is not table)
         return self._gradients_outside(after, before_layers=False)
@@ -227,7 +234,8 @@ class _Step:
 
     @contextlib.contextmanager
     def _in_float32(self, module: Any) -> Iterator[None]:
-        """Gives a layer's parameters and buffers as float32, and afterwards their own type again."""
+        """Gives a layer's parameters and buffers as float32,
+        and afterwards their own type again."""
         tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
         stored = [t.data for t in tensors]
         for tensor in tensors:
@@ -276,14 +284,16 @@ class _Step:
             capture.input_of(feed_forward, "feed-forward input")
         adds = feed_forward
         if _child(module, (_SHARED,)) not in (None, feed_forward):
-            adds = None  # a module beside the experts computes the shared one: the half's output is their sum
+            # Another module computes the shared expert: the output of the half is the sum of both.
+            adds = None
         if block.normalises_outputs:
             adds = _child(module, _NORM_AFTER_MLP)
         if adds is not None:
             capture.output_of(adds, "feed-forward output")
 
     def _capture_residual(self, capture: "_Capture", number: int, module: Any) -> None:
-        """Captures the residual stream between both halves: what the first module of the second half reads."""
+        """Captures the residual stream between both halves: what the first module
+        of the second half reads."""
         reader = _child(module, _NORM_BEFORE_MLP)
         if self._blocks[number].norm_place == "after":
             reader = _child(module, _FEED_FORWARD)
@@ -295,7 +305,8 @@ class _Step:
     def _outside(self, last: Any) -> tuple[Any, Any, Any]:
         """Computes what comes before and after the layers, with gradients.
 
-        last: output of the last layer. Returns the input of the first layer, the final norm, and the logits.
+        last: output of the last layer.
+        Returns the input of the first layer, the final norm, and the logits.
         """
         first: list[Any] = []
         for number, layer in enumerate(self._layers):
@@ -309,7 +320,8 @@ class _Step:
         return first[0], final[0], logits
 
     def _skipping_forward(self, number: int, first: list[Any], last: Any) -> Callable[..., Any]:
-        """Returns a layer's forward pass that computes nothing: the last returns what it returned before."""
+        """Returns a layer's forward pass that computes nothing: the last returns what it
+        returned before."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
@@ -320,7 +332,8 @@ class _Step:
         return forward
 
     def _differentiate(self, number: int, layer: _Layer, g: Any) -> tuple[list[Named], Any]:
-        """Runs a layer again and differentiates it; returns gradients inside of it, and that of its input."""
+        """Runs a layer again and differentiates it;
+        returns gradients inside of it, and that of its input."""
         x = layer.x.detach().clone().requires_grad_()
         layer.x = x
         with self._captured(number, layer) as captured:
@@ -333,7 +346,8 @@ class _Step:
         inside = {n: t.grad for n, t in captured.items() if t.grad is not None}
         block = self._blocks[number]
         if block.norm_place in ("after", "shared"):
-            # Each half reads the residual stream itself, or one norm: its gradient is that of all that reads it.
+            # Each half reads the residual stream itself,
+            # or one norm: its gradient is that of all that reads it.
             inside.pop("attention input", None)
             inside.pop("feed-forward input", None)
         named = [
@@ -365,7 +379,8 @@ class _Step:
         return stored
 
     def _gradients_outside(self, gradients: dict[str, Any], *, before_layers: bool) -> list[Named]:
-        """Returns gradients of the parameters before the layers (tables), or after them, as Meshwright has them."""
+        """Returns gradients of the parameters before the layers (tables),
+        or after them, as Meshwright has them."""
         weights = self._source.weights
         stored = self._in_files(gradients)
         found: list[Named] = []

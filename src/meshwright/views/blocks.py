@@ -1,8 +1,10 @@
-"""Blocks of a report, as data: what `terminal.py` prints and `assets/*.js` draws, which reads the fields as JSON.
+"""Blocks of a report, as data: what `terminal.py` prints and `assets/*.js` draws,
+which reads the fields as JSON.
 
-A `link` names a selection that blocks share: a click on a row of a table, a point of a chart or a box of a timeline
-with the same link selects its key, and an `Inspector` of that link shows what is known of it. A cell of a table can be
-a hyperlink: an address, of a page in the same folder or https, and after a space the text that is shown.
+A `link` names a selection that blocks share: a click on a row of a table, a point of a chart or a
+box of a timeline with the same link selects its key, and an `Inspector` of that link shows what is
+known of it. A cell of a table can be a hyperlink: an address, of a page in the same folder or
+https, and after a space the text that is shown.
 """
 
 import dataclasses
@@ -22,7 +24,8 @@ Where = Literal["everywhere", "page", "terminal"]
 
 
 def format_amount(value: float) -> str:
-    """Formats a number with three digits, and all digits before the point: `3.14`, `31.4`, `12,345`."""
+    """Formats a number with three digits,
+    and all digits before the point: `3.14`, `31.4`, `12,345`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -39,7 +42,8 @@ _FORMATS: dict[Unit, Callable[[Any], str]] = {
 
 
 def format_cell(value: Cell, unit: Unit) -> str:
-    """Formats a cell as a terminal shows it; a text stays as it is, and a missing value is empty."""
+    """Formats a cell as a terminal shows it;
+    a text stays as it is, and a missing value is empty."""
     if value is None or isinstance(value, str):
         return value or ""
     return f"-{format_cell(-value, unit)}" if value < 0 else _FORMATS.get(unit, str)(value)
@@ -121,7 +125,8 @@ class Column:
     where: Where = "everywhere"
 
     def of(self, item: Any) -> Cell:
-        """Returns the cell of an item: in a column of text its `str`, in another a number; else None."""
+        """Returns the cell of an item: in a column of text its `str`, in another a number;
+        else None."""
         value = item
         if callable(self.cell):
             value = self.cell(item)
@@ -138,7 +143,8 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table(Block):
-    """Table that sorts by each column; with `searchable` it filters by text and by the columns of choices."""
+    """Table that sorts by each column;
+    with `searchable` it filters by text and by the columns of choices."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -165,7 +171,8 @@ class Table(Block):
         return cls(columns, [[column.of(item) for column in columns] for item in items], **fields)
 
     def without(self, where: Where) -> "Table":
-        """Returns the table without the columns of one renderer, and without those that are empty."""
+        """Returns the table without the columns of one renderer,
+        and without those that are empty."""
         kept = [
             i
             for i, column in enumerate(self.columns)

@@ -81,7 +81,8 @@ def census_page(census: Census) -> Report:
 
 
 def census_sections(census: Census, suffix: str = "") -> list[Section]:
-    """Returns the sections of a census. suffix: after each heading, if a report has two censuses."""
+    """Returns the sections of a census.
+    suffix: after each heading, if a report has two censuses."""
     link = "ledger" + re.sub(r"[^\w-]", "-", suffix.replace(":", ""))
     nothing_found = "" if census.findings else "Nothing to mend was found."
     sections = [
@@ -146,7 +147,8 @@ def _is_larger(change: Change) -> bool:
 def prediction_section(
     census: Census, target: Target, estimate: Estimate | None, undetermined: float | None = None
 ) -> Section:
-    """Returns the predicted step, and the planner's estimate of the same run against the compiled memory.
+    """Returns the predicted step, and the planner's estimate
+    of the same run against the compiled memory.
 
     undetermined: seconds of the step without --training.deterministic, where the run has it.
     """
@@ -192,7 +194,8 @@ def _planned_and_compiled(census: Census, estimate: Estimate) -> list[Figure]:
 
 
 def remedies_section(over: float, remedies: Sequence[Remedy]) -> Section:
-    """Returns the options that reduce the memory of a step, cheapest first. over: bytes too many."""
+    """Returns the options that reduce the memory of a step, cheapest first.
+    over: bytes too many."""
     columns = [
         Column("option", cell="option"),
         Column("saves", "bytes", "saved_bytes"),
@@ -341,7 +344,8 @@ def _lanes(schedule: SimulatedSchedule) -> tuple[list[str], list[int]]:
 
 
 def _step_parts(schedule: SimulatedSchedule) -> Bars:
-    """Returns the parts of one step as a bar, and below it how long the links of each axis are busy.
+    """Returns the parts of one step as a bar,
+    and below it how long the links of each axis are busy.
 
     one step         | matmul | memory | ... | exposed | bubble |
     links of fsdp    | busy links |
@@ -417,7 +421,8 @@ def _memory_bars(memory: Memory) -> Bars:
 
 
 def _shown_category(category: str) -> str:
-    """Returns the category that a page shows one as: all copies are one, unknown ones are `other`."""
+    """Returns the category that a page shows one as: all copies are one, unknown ones
+    are `other`."""
     if category.startswith("copies of "):
         return _COPIES
     return category if category in _MEMORY_COLOURS else "other"
@@ -426,7 +431,8 @@ def _shown_category(category: str) -> str:
 def _largest_modules(
     memory: Memory, shown: Mapping[str, str], names: Sequence[str]
 ) -> list[tuple[str, list[float]]]:
-    """Returns the modules that hold most, each with its bytes in the order of the categories' names."""
+    """Returns the modules that hold most, each with its bytes in the order
+    of the categories' names."""
     by_module: dict[str, list[float]] = {}
     for part in memory.parts:
         sizes = by_module.setdefault(part.module or "no module", [0.0] * len(names))
@@ -489,7 +495,8 @@ _LINE = Column("source line", cell="line")
 
 
 def _ledger(census: Census, link: str) -> list[Block]:
-    """Returns the traffic by kind and axes, every collective, and what is known of the chosen one."""
+    """Returns the traffic by kind and axes, every collective,
+    and what is known of the chosen one."""
     if not census.ledger:
         return [Text(["No communication."])]
     by_size = sorted(enumerate(census.ledger), key=lambda numbered: -numbered[1].sent)
@@ -525,7 +532,8 @@ def _traffic_table(ledger: Sequence[LedgerEntry]) -> Table:
 
 
 def _exposed_column(schedule: SimulatedSchedule | None) -> Column:
-    """Returns the seconds of a collective in which nothing else runs, where it is in the schedule."""
+    """Returns the seconds of a collective in which nothing else runs,
+    where it is in the schedule."""
     timed = {} if schedule is None else schedule.by_collective
     exposed = {instruction: seconds for instruction, (_, seconds) in timed.items()}
     return Column("exposed", "seconds", lambda entry: exposed.get(entry.instruction))

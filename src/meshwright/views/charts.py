@@ -23,7 +23,8 @@ class Axis:
     zero: bool = False
     """Whether the axis begins at zero."""
     top: float | None = None
-    """Greatest value that a linear axis shows before the reader zooms; spikes beyond it do not flatten the rest."""
+    """Greatest value that a linear axis shows before the reader zooms;
+    spikes beyond it do not flatten the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,8 @@ class Chart(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Values that a run had at some steps, between which they are linear: its tokens, or its time."""
+    """Values that a run had at some steps, between which they are linear: its tokens,
+    or its time."""
 
     steps: Sequence[float]
     values: Sequence[float]
@@ -91,7 +93,8 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True)
 class AxisChoice(Block):
-    """Buttons with which the reader chooses the x axis of charts; the choice is kept in the page's address.
+    """Buttons with which the reader chooses the x axis of charts;
+    the choice is kept in the page's address.
 
     Charts of which `across` is the link follow it. Their data are steps.
     """
@@ -107,9 +110,10 @@ class AxisChoice(Block):
 class Drawing(Block):
     """Picture that a script of the page draws from its data.
 
-    Timeline: lanes of boxes over time. Machine: a mesh over nodes or planes of a torus. Placement: blocks of any tensor
-    and the devices that hold them. Pipeline: shapes of `draw.PipelineTimeline`. Health: layers by
-    steps. `timeline.js` and `drawings.js` document the data.
+    Timeline: lanes of boxes over time. Machine: a mesh over nodes or planes of a torus. Placement:
+    blocks of any tensor and the devices that hold them. Pipeline: shapes of
+    `draw.PipelineTimeline`. Health: layers by steps. `timeline.js` and `drawings.js` document the
+    data.
     """
 
     kind: Literal["Timeline", "Machine", "Placement", "Pipeline", "Health"]

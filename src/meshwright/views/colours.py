@@ -1,4 +1,5 @@
-"""Colours of every picture, page and terminal: eight that the colour-blind tell apart, of work, of blocks."""
+"""Colours of every picture, page and terminal: eight that the colour-blind tell apart,
+of work, of blocks."""
 
 PALETTE = {
     "c1": ("#2f7de1", "#3f93d8"),  # blue
@@ -10,8 +11,9 @@ PALETTE = {
     "c7": ("#242a35", "#8f96a6"),  # slate
     "c8": ("#8a6a55", "#b98a68"),  # brown
 }
-"""Colours of series on light and on dark paper. The contrast of each to its paper is at least 3, and any two are at
-least 11 apart (CIE76) for normal sight, deuteranopia, protanopia and tritanopia; a test checks both."""
+"""Colours of series on light and on dark paper. The contrast of each to its paper is at least 3,
+and any two are at least 11 apart (CIE76) for normal sight, deuteranopia, protanopia and tritanopia;
+a test checks both."""
 
 WORK = {
     "matmul": ("c1", "matrix products"),
@@ -46,14 +48,16 @@ _PAPER = {
 """Colours of paper, ink and lines, on light and on dark paper."""
 
 TURNS = (0.85, 0.62, 0.44, 0.3)
-"""Part of the colour, the rest paper: the first eight blocks have the palette, the next eight lighter turns of it."""
+"""Part of the colour, the rest paper: the first eight blocks have the palette, the next
+eight lighter turns of it."""
 
 TASKS = {"forward": "c1", "backward": "c2", "input gradient": "c2", "weight gradient": "c3"}
 """Kind of a pipeline's task -> name of its colour; later virtual stages are lighter."""
 
 
 def css_variables() -> str:
-    """Returns the colours as CSS variables: light, dark by preference, and either by the page's own switch."""
+    """Returns the colours as CSS variables: light, dark by preference,
+    and either by the page's own switch."""
     colours = PALETTE | _PAPER
     colours |= {kind: colours[name] for kind, (name, _) in WORK.items()}
     light, dark = (
@@ -62,9 +66,11 @@ def css_variables() -> str:
     return (
         f":root{{--turns:{' '.join(map(str, TURNS))}}}\n"
         f":root{{color-scheme:light;{light}}}\n"
-        f"@media(prefers-color-scheme:dark){{:root:not([data-theme=light]){{color-scheme:dark;{dark}}}}}\n"
+        "@media(prefers-color-scheme:dark)"
+        f"{{:root:not([data-theme=light]){{color-scheme:dark;{dark}}}}}\n"
         f":root[data-theme=dark]{{color-scheme:dark;{dark}}}\n"
-        f"@media print{{:root,:root[data-theme=dark],:root:not([data-theme=light]){{color-scheme:light;{light}}}}}\n"
+        "@media print{:root,:root[data-theme=dark],:root:not([data-theme=light])"
+        f"{{color-scheme:light;{light}}}}}\n"
     )
 
 
@@ -74,7 +80,8 @@ def series_colour(index: int) -> str:
 
 
 def block_colour(number: int) -> str:
-    """Returns the colour `#rrggbb` of blocks with a number, on light paper; it comes again after 32 numbers."""
+    """Returns the colour `#rrggbb` of blocks with a number, on light paper;
+    it comes again after 32 numbers."""
     return _on_paper(series_colour(number), TURNS[number // len(PALETTE) % len(TURNS)])
 
 

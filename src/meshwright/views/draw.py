@@ -1,4 +1,5 @@
-"""Pictures of arrays, meshes, machines and pipeline schedules from abstract shapes: terminal, SVG, notebooks."""
+"""Pictures of arrays, meshes, machines and pipeline schedules
+from abstract shapes: terminal, SVG, notebooks."""
 
 import dataclasses
 import itertools
@@ -80,7 +81,8 @@ class Panel:
 
 
 class Picture:
-    """Panels of coloured boxes that render in a notebook, print as text, and are returned as SVG by `svg()`."""
+    """Panels of coloured boxes that render in a notebook, print as text,
+    and are returned as SVG by `svg()`."""
 
     title: str
     lines: Sequence[str] = ()
@@ -145,7 +147,8 @@ def _filled(colour: str) -> str:
 def format_devices(devices: tuple[int, ...], width: int) -> str:
     """Formats device indices: `0-3`, `0,4`, `0-14 by 2`.
 
-    A text longer than `width` characters is shortened to the first device and the number, `0.. x8`, or to `x8`.
+    A text longer than `width` characters is shortened to the first device
+    and the number, `0.. x8`, or to `x8`.
     """
     if not devices:
         return "-"
@@ -164,7 +167,8 @@ def format_devices(devices: tuple[int, ...], width: int) -> str:
 
 
 def _names_of_rows_and_columns(panels: Sequence[Panel]) -> str:
-    """Names the rows and columns of panels in a line; one row of one panel names itself in the title."""
+    """Names the rows and columns of panels in a line;
+    one row of one panel names itself in the title."""
     if not panels or not panels[0].across:
         return ""
     first = panels[0]
@@ -359,7 +363,8 @@ def _draw_panel(canvas: _Canvas, panel: Panel, x: float, y: float) -> None:
 
 
 def standalone(svg: str) -> str:
-    """Returns the picture as a file of its own: dark text on light screens, light text in dark mode."""
+    """Returns the picture as a file of its own: dark text on light screens, light text
+    in dark mode."""
     style = "<style>svg{color:#222}@media(prefers-color-scheme:dark){svg{color:#ddd}}</style>"
     return svg.replace("</title>", f"</title>{style}", 1)
 
@@ -372,14 +377,16 @@ class PictureRow:
 
     def _repr_html_(self) -> str:
         cells = "".join(f"<div>{picture.svg()}</div>" for picture in self.pictures)
-        return f'<div style="display:flex;flex-wrap:wrap;gap:1.2rem;align-items:flex-start">{cells}</div>'
+        style = "display:flex;flex-wrap:wrap;gap:1.2rem;align-items:flex-start"
+        return f'<div style="{style}">{cells}</div>'
 
     def __str__(self) -> str:
         return "\n".join(str(picture) for picture in self.pictures)
 
 
 def side_by_side(*pictures: Any) -> PictureRow:
-    """Returns a row of pictures, for the last line of a notebook's cell: `side_by_side(draw(x), draw(y))`."""
+    """Returns a row of pictures, for the last line of a notebook's cell:
+    `side_by_side(draw(x), draw(y))`."""
     return PictureRow(pictures)
 
 
@@ -461,7 +468,8 @@ class ArrayPicture(Picture):
         return tuple(panels)
 
     def _rows_and_columns(self) -> tuple[int | None, int | None]:
-        """Returns the dimensions of the rows and of the columns: the two with most blocks, in their order.
+        """Returns the dimensions of the rows and of the columns: the two with most blocks,
+        in their order.
 
         Of dimensions with equally many blocks the last are taken. One dimension is in columns.
         """
@@ -488,7 +496,8 @@ class ArrayPicture(Picture):
         return max(width, _least_side(columns, 9.0)), max(height, _least_side(rows, 7.0))
 
     def _caption(self, fixed: Mapping[int, int]) -> str:
-        """Names the part of the array in a panel: `L 0:4, N 8:16`. fixed: dimension -> index of the block."""
+        """Names the part of the array in a panel: `L 0:4, N 8:16`.
+        fixed: dimension -> index of the block."""
         parts = []
         for dim, index in fixed.items():
             if self._blocks[dim] > 1:
@@ -507,8 +516,8 @@ def picture_of(
 ) -> ArrayPicture:
     """Returns the blocks of an abstract array.
 
-    mesh: degree of each axis, outermost first. A dimension that does not divide is cut as JAX cuts it: the last block
-    is smaller or empty.
+    mesh: degree of each axis, outermost first. A dimension that does not divide is cut as JAX cuts
+    it: the last block is smaller or empty.
     """
     degrees = [math.prod(mesh[axis] for axis in axes) for axes in placement]
     cuts = [_cuts(size, degree) for size, degree in zip(shape, degrees, strict=True)]
@@ -521,7 +530,8 @@ def picture_of(
 
 
 def _cuts(size: int, degree: int) -> tuple[int, ...]:
-    """Returns the boundaries of `degree` blocks of equal size, of which the last may be cut short."""
+    """Returns the boundaries of `degree` blocks of equal size,
+    of which the last may be cut short."""
     block = -(-size // degree)
     return (*[min(i * block, size) for i in range(degree)], size)
 
@@ -531,8 +541,8 @@ def _holders(
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Returns the devices that hold each block.
 
-    The mesh's array of devices is transposed so that the axes of each dimension come first, in the order of the
-    dimensions; the axes that are left are those of the copies.
+    The mesh's array of devices is transposed so that the axes of each dimension come first, in the
+    order of the dimensions; the axes that are left are those of the copies.
     """
     splitting = [axis for axes in placement for axis in axes]
     copying = [axis for axis in mesh if axis not in splitting]
@@ -545,16 +555,18 @@ def _holders(
 def draw(
     array: Any, name: str = "", dims: str = "", sharding: Sharding | None = None
 ) -> ArrayPicture:
-    """Draws the blocks of a `jax.Array`, or of an abstract array with a sharding, over its devices. No data is read.
+    """Draws the blocks of a `jax.Array`, or of an abstract array with a sharding,
+    over its devices. No data is read.
 
-    name, dims: name of the array and a letter for each dimension. sharding: for an array that has none. Raises
-    ConfigError where there is none at all.
+    name, dims: name of the array and a letter for each dimension. sharding: for an array that has
+    none. Raises ConfigError where there is none at all.
 
     Example:
         >>> import jax
         >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
         >>> mesh = AbstractMesh((2, 2), ("fsdp", "tensor"))
-        >>> w = jax.ShapeDtypeStruct((8, 6), "float32", sharding=NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
+        >>> sharding = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+        >>> w = jax.ShapeDtypeStruct((8, 6), "float32", sharding=sharding)
         >>> print(mw.draw(w, "w", "DF"))
         w[D/fsdp, F/tensor]  8 x 6
         rows D/fsdp, columns F/tensor
@@ -610,7 +622,8 @@ def _picture_of_indices(
 
 
 def local_view(x: jax.Array, name: str = "") -> PanelPicture:
-    """Draws a value inside a `shard_map` while it is traced: print the picture there, or append it to an outer list.
+    """Draws a value inside a `shard_map` while it is traced: print the picture there,
+    or append it to an outer list.
 
     Equal colours and numbers are equal values; the innermost axis of the mesh runs across.
 
@@ -619,9 +632,8 @@ def local_view(x: jax.Array, name: str = "") -> PanelPicture:
     Example:
         >>> import jax
         >>> from jax.sharding import Mesh, PartitionSpec
-        >>> @jax.shard_map(
-        ...     mesh=Mesh(jax.devices()[:1], ("data",)), in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
-        ... )
+        >>> mesh = Mesh(jax.devices()[:1], ("data",))
+        >>> @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
         ... def total(x):
         ...     print(mw.local_view(x, "x").title)
         ...     return jax.lax.psum(x.sum(), "data")
@@ -661,7 +673,8 @@ def _differs_over(varies: Sequence[str], known: bool) -> str:
 def _panel_of_values(name: str, degrees: Mapping[str, int], varies: Sequence[str]) -> Panel:
     """Returns a box for each device, with the number of its value.
 
-    The number counts the device's position along the axes that the value varies over, the last fastest.
+    The number counts the device's position along the axes
+    that the value varies over, the last fastest.
     """
     columns = list(degrees.values())[-1] if degrees else 1
     boxes = []
@@ -696,7 +709,8 @@ class MachineGrid:
     """torus, nodes, or host."""
     name: str
     shape: tuple[int, ...]
-    """Chips along each dimension of the torus; (nodes, devices per node); or (devices of the host,)."""
+    """Chips along each dimension of the torus; (nodes, devices per node);
+    or (devices of the host,)."""
     coordinates: tuple[tuple[int, ...], ...]
     """Coordinates of each device, in the order of the mesh."""
 
@@ -735,7 +749,8 @@ def machine_of(devices: Sequence[Any]) -> MachineGrid:
 
 
 def _torus_of(devices: Sequence[Any], kind: str) -> MachineGrid:
-    """Returns the torus of TPUs; the core of a chip is a last coordinate where a chip has several."""
+    """Returns the torus of TPUs;
+    the core of a chip is a last coordinate where a chip has several."""
     coordinates = [(*device.coords, getattr(device, "core_on_chip", 0)) for device in devices]
     cores = {coordinate[-1] for coordinate in coordinates}
     if len(cores) == 1:
@@ -745,7 +760,8 @@ def _torus_of(devices: Sequence[Any], kind: str) -> MachineGrid:
 
 
 def _nodes_of(devices: Sequence[Any], hosts: Sequence[int], kind: str) -> MachineGrid:
-    """Returns the nodes of devices of several processes. Coordinates are (node, device of the node)."""
+    """Returns the nodes of devices of several processes.
+    Coordinates are (node, device of the node)."""
     coordinates = []
     placed = dict.fromkeys(hosts, 0)
     for device in devices:
@@ -761,8 +777,8 @@ def draw_machine(
 ) -> PanelPicture:
     """Draws a mesh over a machine, by default the one that the mesh's devices report, or one host.
 
-    Devices of one color communicate along the innermost axis. The lines are the links along each mesh axis. Raises
-    ConfigError where the machine has another number of devices than the mesh.
+    Devices of one color communicate along the innermost axis. The lines are the links along each
+    mesh axis. Raises ConfigError where the machine has another number of devices than the mesh.
     """
     if isinstance(mesh, jax.sharding.Mesh):
         machine = machine or machine_of(list(mesh.devices.flat))
@@ -791,7 +807,8 @@ _Neighbors = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def _neighbor_links(devices: np.ndarray, axis: int, machine: MachineGrid) -> str:
-    """Describes the links between neighbors along a mesh axis. devices: indices in the shape of the mesh."""
+    """Describes the links between neighbors along a mesh axis.
+    devices: indices in the shape of the mesh."""
     if machine.kind == "host":
         return "within the host"
     degree = devices.shape[axis]
@@ -817,7 +834,8 @@ def _links_of_nodes(neighbors: _Neighbors) -> str:
 def _links_of_torus(neighbors: _Neighbors, shape: Sequence[int]) -> str:
     """Describes the dimensions of the torus on the way to a neighbor, and the hops.
 
-    Along a dimension of n chips the way from x to y is min(|x - y|, n - |x - y|) hops: it wraps around.
+    Along a dimension of n chips the way from x to y is min(|x - y|, n - |x - y|) hops: it
+    wraps around.
     """
     distances = set()
     dimensions = set()
@@ -862,7 +880,8 @@ def _machine_panels(machine: MachineGrid, mesh: Mapping[str, int]) -> tuple[Pane
 def _position_in_panels(machine: MachineGrid, device: int) -> tuple[tuple[int, ...], int, int]:
     """Returns the panel of a device, and its row and column there.
 
-    A host has rows of eight devices, a node rows of four, and a torus a panel for each of its (x, y) planes.
+    A host has rows of eight devices, a node rows of four,
+    and a torus a panel for each of its (x, y) planes.
     """
     coordinate = machine.coordinates[device]
     if machine.kind == "host":
@@ -903,9 +922,9 @@ class PipelineTimeline(Picture):
                   . . . . 0' 1'       backward passes
         live      1 2 3 4 4 3         inputs that the stage holds
 
-    A tick has a row for each of the forward pass, the backward pass and the gradient of the weights, where that is a
-    task of its own. A cell shows the microbatch as a number and the virtual stage as a letter; `'` marks a backward
-    pass, `w` the gradient of the weights.
+    A tick has a row for each of the forward pass, the backward pass and the gradient of the
+    weights, where that is a task of its own. A cell shows the microbatch as a number and the
+    virtual stage as a letter; `'` marks a backward pass, `w` the gradient of the weights.
     """
 
     table: ScheduleTable
@@ -929,11 +948,13 @@ class PipelineTimeline(Picture):
         return f"{task.microbatch}{letter}{_MARKS[task.kind]}"
 
     def svg(self) -> str:
-        """Returns the picture as SVG; the grey bars below the tasks of a stage are its live inputs."""
+        """Returns the picture as SVG;
+        the grey bars below the tasks of a stage are its live inputs."""
         return self._drawn().render()
 
     def page_data(self) -> dict[str, Any]:
-        """Returns the shapes of the picture for the script of a page; `drawings.js` documents them."""
+        """Returns the shapes of the picture for the script of a page;
+        `drawings.js` documents them."""
         canvas = self._drawn()
         boxes = [shape for shape in canvas.shapes if isinstance(shape, _DrawnBox)]
         bars = [shape for shape in canvas.shapes if isinstance(shape, _DrawnBar)]
@@ -1007,7 +1028,8 @@ class PipelineTimeline(Picture):
         canvas.text(x, y, "grey: live inputs", 11)
 
     def text(self) -> Text:
-        """Returns lines for each stage with a column for each tick, and below them the number of live inputs."""
+        """Returns lines for each stage with a column for each tick,
+        and below them the number of live inputs."""
         table = self.table
         width = self._label_width() + 1
         shown = min(table.ticks, max(8, (_WIDTH - 12) // width))

@@ -165,7 +165,8 @@ def unfinished_of(results: Results) -> list[str]:
 
 
 def report_json(results: Results) -> dict[str, Any]:
-    """Returns the report as JSON: wrong results, unfinished sections, a line about each section, all figures."""
+    """Returns the report as JSON: wrong results, unfinished sections, a line about each
+    section, all figures."""
     return {
         "problems": problems_of(results),
         "unfinished": unfinished_of(results),

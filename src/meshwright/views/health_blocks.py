@@ -1,4 +1,5 @@
-"""Blocks of a run's page with the health of its tensors: norms per layer, and layers by steps as pictures."""
+"""Blocks of a run's page with the health of its tensors: norms per layer,
+and layers by steps as pictures."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +44,8 @@ class Outlier(NamedTuple):
 
 
 def health_blocks(history: History) -> list[Block]:
-    """Returns the norms per layer of the last record, and a picture for each figure; nothing without records."""
+    """Returns the norms per layer of the last record, and a picture for each figure;
+    nothing without records."""
     if not history.steps:
         return []
     factors, first = _measured(history)
@@ -66,13 +68,14 @@ def _too_few(history: History) -> str:
     number = len(history.steps)
     records = "1 record" if number == 1 else f"{number} records"
     return (
-        f"Pictures of layers by steps compare each number with its median in {FEWEST} records before, and "
-        f"this run has {records} so far (--training.health-every)."
+        f"Pictures of layers by steps compare each number with its median in {FEWEST} records "
+        f"before, and this run has {records} so far (--training.health-every)."
     )
 
 
 def _norms(history: History) -> Table:
-    """Returns the figures of each layer, and of each tensor outside the layers, in the last record."""
+    """Returns the figures of each layer, and of each tensor outside the layers,
+    in the last record."""
     values = history.values[-1].astype(np.float64)
     by_figure = {}
     for figure in FIGURES:
@@ -147,7 +150,8 @@ def _place(series: Sequence[Series], position: int) -> tuple[Series, int]:
 
 
 def _rows_of(series: Sequence[Series], figure: str) -> dict[str, list[int]]:
-    """Returns the positions of a figure's numbers in a record, by layer or tensor outside the layers."""
+    """Returns the positions of a figure's numbers in a record,
+    by layer or tensor outside the layers."""
     rows: dict[str, list[int]] = {}
     outside: dict[str, list[int]] = {}
     start = 0
@@ -170,7 +174,8 @@ def _picture(
     factors: np.ndarray,
     first: Outlier | None,
 ) -> Drawing:
-    """Returns layers by steps. Each cell is the factor furthest from 1 among the layer's tensors and the records."""
+    """Returns layers by steps. Each cell is the factor furthest
+    from 1 among the layer's tensors and the records."""
     columns = min(_COLUMNS, len(history.steps))
     parts = np.array_split(np.arange(len(history.steps)), columns)
     cells: list[list[float | None]] = []
@@ -189,7 +194,10 @@ def _picture(
         column = next(i for i, part in enumerate(parts) if history.steps[part[-1]] >= first.step)
         data["first"] = {"row": list(rows).index(row), "column": column, "text": str(first)}
     declared = FIGURES[figure]
-    note = f"{declared.formula}. {declared.summary} Colour: factor over the median of the records before."
+    note = (
+        f"{declared.formula}. {declared.summary} Colour: factor over the median of the records "
+        "before."
+    )
     return Drawing("Health", data, title=figure[:1].upper() + figure[1:], note=note)
 
 

@@ -1,4 +1,5 @@
-"""The layout of a placed run, from shapes alone: every parameter sharded and gathered, and the pipeline's stages."""
+"""The layout of a placed run, from shapes alone: every parameter sharded and gathered,
+and the pipeline's stages."""
 
 import dataclasses
 import math
@@ -60,7 +61,8 @@ def _low_precision(training: Training) -> "MatmulPrecision | None":
 
 
 def param_rows(placed: PlacedRun, quantises: Quantises = is_low_precision) -> tuple[ParamRow, ...]:
-    """Returns the layout of every parameter of a placed run. quantises: whether a weight is in low precision."""
+    """Returns the layout of every parameter of a placed run.
+    quantises: whether a weight is in low precision."""
     training = placed.run.training
     low = _low_precision(training)
     gathers_quantised = low is not None and low.scaling in ("tensor", "row")
@@ -130,9 +132,11 @@ def stages_table(stages: tuple[StageRow, ...]) -> Table:
 def precision_blocks(
     placed: PlacedRun, quantises: Quantises = is_low_precision, grouped: str = _WHERE_FASTER
 ) -> list[Block]:
-    """Returns which matmuls are in low precision and what stays in the compute dtype; nothing if none is.
+    """Returns which matmuls are in low precision and what stays in the compute dtype;
+    nothing if none is.
 
-    quantises: whether a weight is in low precision.  grouped: format of the grouped matmuls, in words.
+    quantises: whether a weight is in low precision.
+    grouped: format of the grouped matmuls, in words.
     """
     training, leaves = placed.run.training, named_leaves(placed.layout.params).values()
     precision = _low_precision(training)
@@ -140,7 +144,10 @@ def precision_blocks(
         return []
     low = sum(p.size for p in leaves if quantises(p))
     others = "embedding, unembedding, norms, router and attention itself"
-    text = f"matmuls of {format_count(low)} parameters in {training.matmul_precision}: {precision.summary}"
+    text = (
+        f"matmuls of {format_count(low)} parameters in {training.matmul_precision}: "
+        f"{precision.summary}"
+    )
     with_experts = (
         f"; the grouped matmuls of experts in {grouped}"
         if any("E" in p.dims for p in leaves)

@@ -1,4 +1,5 @@
-"""Report of a layout: parameters, any tensor on the devices, the mesh over the machine, the pipeline's schedule."""
+"""Report of a layout: parameters, any tensor on the devices, the mesh
+over the machine, the pipeline's schedule."""
 
 import dataclasses
 import math
@@ -109,7 +110,8 @@ def _layout_figures(placed: PlacedRun) -> list[Figure]:
 
 
 def layout_sections(placed: PlacedRun, machine: MachineGrid | None) -> list[Section]:
-    """Returns tensors on devices, the pipeline, the mesh over the machine, and the table of parameters."""
+    """Returns tensors on devices, the pipeline, the mesh over the machine,
+    and the table of parameters."""
     report = layout_report(placed)
     sections = [_tensors_section(placed, report.rows)]
     if report.stages:
@@ -182,7 +184,8 @@ def _axes(placed: PlacedRun) -> list[tuple[str, int]]:
 def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing:
     """Returns the blocks of every parameter and of the batch, of which a reader chooses one.
 
-    The placement of a tensor is a list for each of its dimensions: the axes that split it, by their number in `axes`.
+    The placement of a tensor is a list for each of its dimensions: the axes that split it,
+    by their number in `axes`.
     """
     axes = _axes(placed)
     numbers = {axis: number for number, (axis, _) in enumerate(axes)}
@@ -247,7 +250,8 @@ def _batch_placement(placed: PlacedRun) -> Placement:
 def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[ArrayPicture]:
     """Draws parameters, each sharded and, where that differs, gathered; then the batch.
 
-    paths: of the parameters; all if empty. Raises ConfigError for a path that the model does not have.
+    paths: of the parameters; all if empty.
+    Raises ConfigError for a path that the model does not have.
     """
     params = named_leaves(placed.layout.params)
     placements = named_leaves(placed.layout.placements)
@@ -270,7 +274,8 @@ def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[Arra
 def phases_section(
     planned: Mapping[str, PhaseMemory], compiled: Mapping[str, int] | None = None
 ) -> Section:
-    """Returns the memory of each phase of a training, by arithmetic where it is planned, and as compiled."""
+    """Returns the memory of each phase of a training, by arithmetic where it is planned,
+    and as compiled."""
     columns = [Column("phase", cell=str)]
     if compiled:
         columns.append(Column("compiled", "bytes", lambda name: compiled[name]))

@@ -1,4 +1,5 @@
-"""Server of a run's page on this machine: only the loopback address, only the page and its data, while files grow."""
+"""Server of a run's page on this machine: only the loopback address, only the page
+and its data, while files grow."""
 
 import hashlib
 import json
@@ -24,9 +25,11 @@ _SELDOM = 10.0
 
 
 class LivePage:
-    """Report of runs that are under way; it is made anew when their files have changed, or while they should.
+    """Report of runs that are under way;
+    it is made anew when their files have changed, or while they should.
 
-    The page of a run that ended or went silent shows so, and is asked for rarely: a resume makes it live again.
+    The page of a run that ended or went silent shows so,
+    and is asked for rarely: a resume makes it live again.
     """
 
     def __init__(

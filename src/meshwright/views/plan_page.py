@@ -44,7 +44,8 @@ _COLOURED = 6
 _CHARTED = 2.5
 """Memory over that of the device above which a plan that does not fit is only in the table."""
 _SLOWER = 1.2
-"""Step time over that of the slowest plan that fits above which one that does not is only in the table."""
+"""Step time over that of the slowest plan that fits above which one that does not is only
+in the table."""
 _TOO_LARGE = "does not fit"
 """Group of the plans that take more memory than a device has."""
 _PART_COLOURS = ("matmul", "attention", "c7", "memory", "c2", "exposed", "host", "bubble")
@@ -85,7 +86,8 @@ class _Row:
     def links(self) -> str:
         e = self.plan.estimate
         return "\n".join(
-            f"{axes} over {e.routes[axes]}: {format_step(n)} busy, {format_step(e.exposed.get(axes, 0.0))} exposed"
+            f"{axes} over {e.routes[axes]}: {format_step(n)} busy, "
+            f"{format_step(e.exposed.get(axes, 0.0))} exposed"
             for axes, n in e.busy.items()
         )
 
@@ -178,8 +180,10 @@ def plan_page(
 ) -> Report:
     """Returns the report of a plan and of the search that it comes from.
 
-    compiled: sections of what the target's compiler proved.  compared: two plans that are side by side when it opens.
-    most: plans that fit, and as many that do not, on a page.  shown: rows of each table on a terminal.
+    compiled: sections of what the target's compiler proved.
+    compared: two plans that are side by side when it opens.
+    most: plans that fit, and as many that do not, on a page.
+    shown: rows of each table on a terminal.
     offer: training of the plan, which gives its days and dollars.
     """
     target = result.target
@@ -273,7 +277,8 @@ def _tokens_of_step(plan: Plan) -> str:
 def _all_plans_section(
     rows: Sequence[_Row], result: SearchResult, first: str, shown: int
 ) -> Section:
-    """Returns the chart, the chosen plan and the table of a search. first: key that is chosen at first."""
+    """Returns the chart, the chosen plan and the table of a search.
+    first: key that is chosen at first."""
     chart_and_choice = Grid([_plans_chart(rows, result.target), _inspector(rows, first)], wide=True)
     return Section(
         "All plans",
@@ -305,7 +310,8 @@ def _record(plan: Plan) -> str:
 
 
 def single_plan_page(plan: Plan) -> Report:
-    """Returns the report of one plan without its search: where its seconds and bytes go, and its tensors on devices."""
+    """Returns the report of one plan without its search: where its seconds and bytes go,
+    and its tensors on devices."""
     row = _Row("p0", plan)
     row = dataclasses.replace(row, reason=row.state)
     sections = [
@@ -338,7 +344,8 @@ def _predicted(plan: Plan) -> str:
 def _rows(
     result: SearchResult, opened: Sequence[Plan], chosen: Plan, most: int, tokens: int | None
 ) -> list[_Row]:
-    """Returns the best plans of a search, and those that the page is about: first what fits, then what does not."""
+    """Returns the best plans of a search, and those that the page is about: first what fits,
+    then what does not."""
     fits = list(result.plans[:most])
     too_large = list(result.too_large[:most])
     ranked = len(fits)
@@ -370,7 +377,8 @@ def _reason(plan: Plan, winner: Plan | None) -> str:
 
 
 def _splits(plan: Plan) -> str:
-    """Names how a plan splits the model, besides over data: `pipeline + tensor`, `data and FSDP only`."""
+    """Names how a plan splits the model, besides
+    over data: `pipeline + tensor`, `data and FSDP only`."""
     words = {"stage": "pipeline", "expert": "experts", "context": "context", "tensor": "tensor"}
     degrees = plan.mesh.degrees()
     splits = [word for axis, word in words.items() if degrees[axis] > 1]
@@ -390,7 +398,8 @@ def _points(
 
 
 def _plans_chart(rows: Sequence[_Row], target: Target) -> Chart:
-    """Returns step time against memory: plans that fit, by how they split the model, others, the front, the limit."""
+    """Returns step time against memory: plans that fit,
+    by how they split the model, others, the front, the limit."""
     fitting = [row for row in rows if row.plan.estimate.fits]
     times_of_fitting = [row.plan.estimate.seconds for row in fitting]
     slowest = _SLOWER * max(times_of_fitting, default=float("inf"))
@@ -408,8 +417,9 @@ def _plans_chart(rows: Sequence[_Row], target: Target) -> Chart:
         "plans",
         title="Step time and memory of every plan",
         height=560,
-        note="Left is faster, low is smaller. Plans that do not fit are only in the table where they take over "
-        f"{_CHARTED:g} times the memory, or {_SLOWER:g} times as long as all that fit.",
+        note="Left is faster, low is smaller. Plans that do not fit are only in the table where "
+        f"they take over {_CHARTED:g} times the memory, or {_SLOWER:g} times as long as all that "
+        "fit.",
     )
 
 
@@ -418,8 +428,8 @@ def _grouped(
 ) -> dict[str, list[_Row]]:
     """Returns the rows of a chart by how they split the model; those that do not fit are a group.
 
-    The split of the first plan has the first color, the most frequent others the next ones. slowest: seconds above
-    which a plan that does not fit is left out.
+    The split of the first plan has the first color, the most frequent others the next ones.
+    slowest: seconds above which a plan that does not fit is left out.
     """
     counts = Counter(_splits(row.plan) for row in fitting)
     of_first = _splits(rows[0].plan)
@@ -452,7 +462,8 @@ def _points_of_groups(groups: Mapping[str, Sequence[_Row]]) -> list[Series]:
 
 
 def _pareto_front(fitting: Sequence[_Row]) -> list[Series]:
-    """Returns the plans of which none is both faster and smaller, as a line; nothing for a single one."""
+    """Returns the plans of which none is both faster and smaller, as a line;
+    nothing for a single one."""
     points = sorted((row.plan.estimate.seconds, row.plan.estimate.bytes) for row in fitting)
     times: list[float] = []
     sizes: list[float] = []
@@ -466,7 +477,8 @@ def _pareto_front(fitting: Sequence[_Row]) -> list[Series]:
 
 
 def _memory_marks(target: Target) -> list[Mark]:
-    """Returns the memory below which a plan fits, and that of the device where fragmentation takes a part."""
+    """Returns the memory below which a plan fits,
+    and that of the device where fragmentation takes a part."""
     hbm = target.chip.hbm_bytes
     usable = hbm / target.chip.fragmentation
     marks = [Mark("y", usable, f"fits below {format_bytes(usable)}", fit=True)]
@@ -569,10 +581,13 @@ def offer_page(
     notes: Sequence[str] = (),
     shown: int = 30,
 ) -> Report:
-    """Returns the report of ranked offers, the best first: days against cost, and the arithmetic of each.
+    """Returns the report of ranked offers, the best first: days against cost,
+    and the arithmetic of each.
 
-    refused: targets and batches that no plan fits, and why.  beyond: offers that do not keep the deadline or budget.
-    notes: lines of the first section.  shown: offers on a terminal.
+    refused: targets and batches that no plan fits, and why.
+    beyond: offers that do not keep the deadline or budget.
+    notes: lines of the first section.
+    shown: offers on a terminal.
     """
     best = offers[0]
     rows = _offer_rows(offers)
@@ -702,10 +717,14 @@ def _arithmetic(offer: Offer) -> str:
 
 
 def _expected_days(offer: Offer) -> str:
-    """Returns the range of days in which 8 of 10 published runs of this kind would lie, or why there is none."""
+    """Returns the range of days in which 8 of 10 published runs of this kind would lie,
+    or why there is none."""
     if offer.band is None:
         chip = offer.plan.target.chip.name
-        return f"no range of days: {chip} is announced, and no run on it tells how wrong these figures are"
+        return (
+            f"no range of days: {chip} is announced, and no run on it tells how wrong these "
+            "figures are"
+        )
     low = format_amount(offer.days * offer.band.low)
     high = format_amount(offer.days * offer.band.high)
     return f"expect {low} to {high} days: {offer.band}"
@@ -718,10 +737,11 @@ def _assumptions(offers: Sequence[Offer]) -> list[str]:
     for offer in offers:
         goodput = offer.goodput
         goodputs.append(
-            f"goodput of {offer.plan.target}: a failure every {format_time(goodput.failure_seconds)}, "
-            f"a checkpoint every {format_time(goodput.period)} of steps that stops "
-            f"{format_step(goodput.save_seconds)} of them, "
-            f"{format_time(goodput.restart_seconds)} of restart: {goodput.fraction:.2%}"
+            f"goodput of {offer.plan.target}: a failure every "
+            f"{format_time(goodput.failure_seconds)}, a checkpoint every "
+            f"{format_time(goodput.period)} of steps that stops "
+            f"{format_step(goodput.save_seconds)} of them, {format_time(goodput.restart_seconds)} "
+            f"of restart: {goodput.fraction:.2%}"
         )
         source = "none on these --terms; --prices FILE adds one"
         if offer.price:

@@ -1,4 +1,5 @@
-"""A result described once: sections of blocks, printed on a terminal, as one offline HTML page, and as JSON."""
+"""A result described once: sections of blocks, printed on a terminal,
+as one offline HTML page, and as JSON."""
 
 import base64
 import dataclasses
@@ -74,7 +75,8 @@ class Report:
     """Title, sections and what is around them.
 
     Example:
-        >>> report = Report("Two and two", [Section("Sum", [Text(["2 + 2 = 4"])])], topic="arithmetic")
+        >>> section = Section("Sum", [Text(["2 + 2 = 4"])])
+        >>> report = Report("Two and two", [section], topic="arithmetic")
         >>> report.html().startswith("<!doctype html>")
         True
         >>> print(report)
@@ -134,7 +136,8 @@ class Report:
         return {**fields, "sections": sections, "live": to_json(self.live)}
 
     def html(self) -> str:
-        """Returns the page as one HTML document: data, style and script inlined, the network forbidden."""
+        """Returns the page as one HTML document: data, style
+        and script inlined, the network forbidden."""
         style, script = _style_and_script()
         connect = "connect-src 'self'; " if self.live is not None else ""
         digests = [
@@ -142,8 +145,8 @@ class Report:
             for text in (script, style)
         ]
         policy = (
-            f"default-src 'none'; {connect}script-src 'sha256-{digests[0]}'; style-src 'sha256-{digests[1]}'; "
-            "img-src data:; base-uri 'none'; form-action 'none'"
+            f"default-src 'none'; {connect}script-src 'sha256-{digests[0]}'; style-src "
+            f"'sha256-{digests[1]}'; img-src data:; base-uri 'none'; form-action 'none'"
         )
         data = json.dumps(
             self.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":")
@@ -167,10 +170,11 @@ class Report:
         )
 
     def frame(self) -> str:
-        """Returns the page as an HTML frame for a notebook; the frame keeps its styles and script to itself.
+        """Returns the page as an HTML frame for a notebook;
+        the frame keeps its styles and script to itself.
 
-        A notebook keeps every cell's output, so what a frame of FRAME_BYTES cannot hold is left out, the largest
-        tables and drawings first, and the page names it.
+        A notebook keeps every cell's output, so what a frame of FRAME_BYTES cannot hold is left
+        out, the largest tables and drawings first, and the page names it.
         """
         report = self
         framed = frame(report.html(), self.title, self.height)
@@ -207,7 +211,8 @@ def frame(html: str, title: str, height: int = 720) -> str:
 
 
 def _without_largest(report: Report) -> Report | None:
-    """Returns the report with the largest block of its page cut or left out, and a note; None where none is large."""
+    """Returns the report with the largest block of its page cut or left out, and a note;
+    None where none is large."""
     sizes: dict[tuple[int, int], int] = {}
     for number, section in enumerate(report.sections):
         for index, block in enumerate(section.blocks):
@@ -255,7 +260,8 @@ _NOT_ON_PAGES = ("hint", "where", "printed", "cell")
 
 
 def to_json(value: Any) -> Any:
-    """Returns a block, or a value of one, as JSON values; numbers that are not finite become null."""
+    """Returns a block, or a value of one, as JSON values;
+    numbers that are not finite become null."""
     if isinstance(value, Table):
         value = value.without("terminal")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -300,7 +306,8 @@ def _blocks_json(blocks: Sequence[Block], prefix: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def _style_and_script() -> tuple[str, str]:
-    """Returns the style, and the modules of the script in one scope: a test checks that no two declare a name."""
+    """Returns the style, and the modules of the script in one scope: a test checks
+    that no two declare a name."""
     assets = resources.files("meshwright.views") / "assets"
     modules = [(assets / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     script = re.sub(

@@ -1,4 +1,5 @@
-"""Reports of results that a notebook shows below a cell: a run, a plan, parity, an evaluation, generated texts."""
+"""Reports of results that a notebook shows below a cell: a run, a plan, parity, an
+evaluation, generated texts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,7 +49,8 @@ def _configuration_page(run: Run) -> Report:
 
 
 def parity_page(result: Parity) -> Report:
-    """Returns the report of a comparison: step by step, and the tensors of one step layer by layer."""
+    """Returns the report of a comparison: step by step,
+    and the tensors of one step layer by layer."""
     first, second = result.meshes
     sections: list[Section] = []
     if result.steps:
@@ -98,8 +100,8 @@ def _tensors_section(result: Parity, tensors: Divergence) -> Section:
     ]
     rows = [_row_of_layer(where, passes) for where, passes in tensors.by_layer()]
     note = (
-        "the tensor of each layer that differs most: by how much of its scale, and in brackets how much rounding "
-        "explains; ! where it is more"
+        "the tensor of each layer that differs most: by how much of its scale, and in brackets how "
+        "much rounding explains; ! where it is more"
     )
     missing = sorted({name.rpartition(", ")[2] for name in tensors.only})
     if missing:

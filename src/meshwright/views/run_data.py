@@ -1,4 +1,5 @@
-"""Place of a run in its data: units of text it has read, how often each source was read, and the axes that follow."""
+"""Place of a run in its data: units of text it has read, how often each source was read,
+and the axes that follow."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,7 +99,8 @@ def _sources(
 
 
 def axis_choice(folders: Sequence[RunFolder]) -> list[Block]:
-    """Returns the choice of an x axis for the curves of runs; nothing where all know only their steps."""
+    """Returns the choice of an x axis for the curves of runs;
+    nothing where all know only their steps."""
     axes = [STEPS]
     scales: dict[str, dict[str, Scale]] = {}
     for unit in UNITS:
@@ -124,7 +126,8 @@ def _scale(curve: Curve) -> Scale:
 
 
 def _hours(folder: RunFolder) -> Scale:
-    """Returns the hours since the first event of a run, times in which it did not run among them."""
+    """Returns the hours since the first event of a run, times in
+    which it did not run among them."""
     begin = folder.event_times.first_time
     if begin is None:
         return Scale([], [])
@@ -135,7 +138,8 @@ def _hours(folder: RunFolder) -> Scale:
 def _simplified(steps: np.ndarray, values: np.ndarray) -> Scale:
     """Returns those of some points that the line through them needs (Ramer, Douglas and Peucker).
 
-    Between two points that are kept, the one furthest from their line is kept too, until all are near it.
+    Between two points that are kept, the one furthest from their line is kept too,
+    until all are near it.
     """
     if not len(steps):
         return Scale([], [])

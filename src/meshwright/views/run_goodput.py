@@ -15,7 +15,8 @@ def goodput_of(folder: RunFolder, status: RunStatus, now: float) -> Goodput | No
 
 
 def _end(folder: RunFolder, status: RunStatus, now: float) -> float | None:
-    """Returns the time until which a run is looked at: its end, its last step where it is silent, or now."""
+    """Returns the time until which a run is looked at: its end, its last step
+    where it is silent, or now."""
     if status.state == "ended":
         return real(folder.last_event.get("time"))
     if status.state == "silent" and status.age is not None:

@@ -1,7 +1,8 @@
-"""Blocks of a run's page with its hosts and their memory: what `processes.json` and the events say of each process.
+"""Blocks of a run's page with its hosts and their memory: what `processes.json`
+and the events say of each process.
 
-A process that is slow in its own work makes all others wait for it, at the devices. With the usual seconds s_i of a step
-on process i, without its wait for data,
+A process that is slow in its own work makes all others wait for it, at the devices. With the usual
+seconds s_i of a step on process i, without its wait for data,
 
     waiting for others of i = s_i - min over processes of s
 
@@ -30,7 +31,8 @@ _WARNINGS = 2
 
 
 def host_blocks(folder: RunFolder, now: float, title: str) -> list[Block]:
-    """Returns the table of a run's processes; a sentence where the run left none. now: Unix seconds."""
+    """Returns the table of a run's processes; a sentence where the run left none.
+    now: Unix seconds."""
     rows = objects(folder.document(NAME), "processes")
     if not rows:
         return _absent(folder)
@@ -55,8 +57,9 @@ def host_blocks(folder: RunFolder, now: float, title: str) -> list[Block]:
     note = "Medians of the last 100 steps and saves."
     if len(rows) > 1:
         note += (
-            " Waits for others: seconds of a step above those of the process that spends the fewest "
-            "there, for which the others wait. A slow device keeps all processes equally long."
+            " Waits for others: seconds of a step above those of the process that spends the "
+            "fewest there, for which the others wait. A slow device keeps all processes equally "
+            "long."
         )
     is_searchable = len(processes) > _FEW
     table = Table.of(
@@ -102,7 +105,8 @@ def _process_rows(
 
 
 def memory_blocks(folder: RunFolder, suffix: str) -> list[Block]:
-    """Returns the most memory that each device and each process of a run has had in use. suffix: of the titles."""
+    """Returns the most memory that each device and each process of a run has had in use.
+    suffix: of the titles."""
     rows = objects(folder.document(NAME), "processes")
     if not rows:
         return []
@@ -159,7 +163,10 @@ def _device_table(devices: Sequence[Mapping[str, Any]], suffix: str) -> Table:
         Column("planned by the compiler", "bytes", "planned"),
     ]
     ordered = sorted(devices, key=lambda row: row["share"] or 0.0, reverse=True)
-    note = "Capacity: what JAX may take of a device. The plan is that of the train step, with its arguments."
+    note = (
+        "Capacity: what JAX may take of a device. The plan is that of the train step, with its "
+        "arguments."
+    )
     is_searchable = len(ordered) > _FEW
     return Table.of(ordered, columns, title=f"Devices{suffix}", note=note, searchable=is_searchable)
 
@@ -196,7 +203,8 @@ def _absent(folder: RunFolder) -> list[Block]:
 
 
 def _planned_bytes(folder: RunFolder) -> float | None:
-    """Returns the bytes of a device that the compiler planned for the largest train step of the last start."""
+    """Returns the bytes of a device that the compiler planned for the largest train step
+    of the last start."""
     starts = folder.events_of("start")
     began = 0.0
     if starts:

@@ -424,7 +424,8 @@ def _charts(folders: Sequence[RunFolder]) -> list[Block]:
 
 
 def _series(folders: Sequence[RunFolder], metric: str) -> list[Series]:
-    """Returns the curves of one metric, a color for each run, and the points on those of the loss."""
+    """Returns the curves of one metric, a color for each run,
+    and the points on those of the loss."""
     several = len(folders) > 1
     series: list[Series] = []
     for number, folder in enumerate(folders):

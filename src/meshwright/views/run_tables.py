@@ -1,4 +1,5 @@
-"""Tables that `train` prints: parameters on the mesh, choices for the machine, summary, predicted against measured."""
+"""Tables that `train` prints: parameters on the mesh, choices
+for the machine, summary, predicted against measured."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -74,7 +75,8 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
 
 
 def _mesh_title(device_run: DeviceRun) -> str:
-    """Names a run, its size and its devices: `tiny: 3 M parameters, mesh fsdp=4 (4 devices, H100)`."""
+    """Names a run, its size and its devices: `tiny: 3 M parameters, mesh fsdp=4 (4 devices,
+    H100)`."""
     mesh = device_run.mesh
     first = mesh.devices.flat[0]
     kind = "simulated on this CPU" if first.platform == "cpu" else first.device_kind
@@ -110,8 +112,8 @@ def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
     kind = cast(Any, run.model).parts.adapter.parts.framework
     layout = device_run.layout
     title = (
-        f"{run.name}: {kind}, {format_count(count_params(layout.params))} parameters, mesh {layout.shape}; "
-        f"{run.training.steps} steps of {run.training.batch} examples"
+        f"{run.name}: {kind}, {format_count(count_params(layout.params))} parameters, mesh "
+        f"{layout.shape}; {run.training.steps} steps of {run.training.batch} examples"
     )
     print_blocks(console, title, "", [Table.of(param_rows(device_run), _PLACEMENT)])
 
@@ -256,7 +258,8 @@ def _summary_facts(summary: loop.Summary, unit: str) -> list[tuple[str, str]]:
 
 
 def _goodput_fact(goodput: Mapping[str, float]) -> str:
-    """Formats where the time of a run went: `91.2% of the time since it began; compiling 4.1%, saving 3.0%`."""
+    """Formats where the time of a run went: `91.2% of the time since it began; compiling 4.1%,
+    saving 3.0%`."""
     causes = sorted((name for name in goodput if name != METRIC), key=goodput.__getitem__)
     shares = [
         f"{name.removeprefix('time ')} {goodput[name]:.1%}" for name in causes[: -_CAUSES - 1 : -1]

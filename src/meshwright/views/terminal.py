@@ -1,4 +1,5 @@
-"""The blocks of a report on a terminal: tables without lines, bars as text; charts and drawings are on pages only."""
+"""The blocks of a report on a terminal: tables without lines, bars as text;
+charts and drawings are on pages only."""
 
 import dataclasses
 import re
@@ -46,7 +47,8 @@ _LAYOUT = re.compile(r"\w[\[{][^\[\]{}]* [^\[\]{}]*[\]}]")
 
 
 def print_blocks(console: Console, title: str, note: str, blocks: Sequence[Block]) -> None:
-    """Prints a section: its heading, its note, and the blocks that a terminal can show; nothing if there are none."""
+    """Prints a section: its heading, its note, and the blocks that a terminal can show;
+    nothing if there are none."""
     shown = [block for block in _without_grids(blocks) if type(block) in _PRINTERS]
     if not shown and (blocks or not note):
         return
@@ -122,8 +124,8 @@ class _PrintedColumn:
 def _widths(columns: Sequence[_PrintedColumn], room: int) -> list[int]:
     """Returns the widths of columns whose longest words fit into `room` characters.
 
-    Where there is room headings stay on one line, else they are broken between words. Where the cells are too wide as
-    well, each column gets its least width and its part of the rest:
+    Where there is room headings stay on one line, else they are broken between words. Where the
+    cells are too wide as well, each column gets its least width and its part of the rest:
 
         width = least + rest * (natural - least) / (sum of natural - sum of least)
     """
@@ -143,7 +145,8 @@ def _widths(columns: Sequence[_PrintedColumn], room: int) -> list[int]:
 class _Rows:
     """Table without lines and without its empty columns, for a terminal of any width.
 
-    A terminal too narrow for the words, layouts and numbers of its columns side by side has them below each other.
+    A terminal too narrow for the words, layouts and numbers of its columns side
+    by side has them below each other.
     """
 
     headings: Sequence[str]
@@ -234,7 +237,8 @@ def _figures(console: Console, block: Figures) -> None:
 
 
 def _bars(console: Console, block: Bars) -> None:
-    """Prints one bar of each value of the row that holds all others, or a table of several independent rows."""
+    """Prints one bar of each value of the row that holds all others,
+    or a table of several independent rows."""
     if block.legend_row is None and len(block.rows) > 1:
         _print_bar_table(console, block)
         return
@@ -283,7 +287,8 @@ def _findings(console: Console, block: Findings) -> None:
 
 
 def _inspector(console: Console, block: Inspector) -> None:
-    """Prints the facts and bars of the first selection; of two keys, side by side with their differences."""
+    """Prints the facts and bars of the first selection;
+    of two keys, side by side with their differences."""
     items = [block.items[key] for key in block.first.split("~") if key in block.items]
     if not items:
         return

@@ -1,4 +1,5 @@
-"""Batches of a wrapped model: any pytree of arrays, from a function of the step, an iterable, or an iterator."""
+"""Batches of a wrapped model: any pytree of arrays, from a function of the step, an iterable,
+or an iterator."""
 
 import base64
 import dataclasses
@@ -35,11 +36,13 @@ class Source:
     first: str
     """Hash of the first batch."""
     once: Callable[[], Iterator[Any]] | None = None
-    """Batches from the beginning to the end; None for data without an end, or that can be read once."""
+    """Batches from the beginning to the end;
+    None for data without an end, or that can be read once."""
 
     @functools.cached_property
     def fingerprint(self) -> str | None:
-        """Hash of the first batch; None where it is another when it is read again, as random batches are."""
+        """Hash of the first batch;
+        None where it is another when it is read again, as random batches are."""
         if getattr(self.open, "func", None) is _once:
             return self.first
         return self.first if hash_of(next(self.open(0, None))) == self.first else None
@@ -50,7 +53,8 @@ class Source:
         return int(jax.tree.leaves(self.example)[0].shape[0])
 
     def abstract(self, rows: int | None = None, sharding: NamedSharding | None = None) -> Any:
-        """Returns a batch of `rows` examples, by default as many as the data has, as `ShapeDtypeStruct`s."""
+        """Returns a batch of `rows` examples,
+        by default as many as the data has, as `ShapeDtypeStruct`s."""
         rows = rows or self.batch_size
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=sharding),
@@ -59,7 +63,8 @@ class Source:
 
 
 def find_source(data: Any, kind: str) -> Source:
-    """Returns the source of batches that a user gave. Raises DataError where there is no batch of arrays."""
+    """Returns the source of batches that a user gave.
+    Raises DataError where there is no batch of arrays."""
     _check_kind(data, kind)
     if callable(data):
         first = _of_step_0(data, kind)
@@ -96,7 +101,8 @@ def hash_of(batch: Any) -> str:
 
 
 def find_held_out(data: Any) -> Source:
-    """Returns the source of held-out batches, which are read from the first to the last at each evaluation.
+    """Returns the source of held-out batches,
+    which are read from the first to the last at each evaluation.
 
     Raises DataError for batches without an end, or that can only be read once.
     """
@@ -121,7 +127,10 @@ def _check_kind(data: Any, kind: str) -> None:
         return
     if isinstance(data, Mapping) or _ndim(data):
         truth = "it is one array" if _ndim(data) else f"it is one {type(data).__name__}"
-        fix = "an iterable of batches: [batch], or a function of the step that takes its rows: lambda step: data[...]"
+        fix = (
+            "an iterable of batches: [batch], or a function of the step that takes its rows: "
+            "lambda step: data[...]"
+        )
     else:
         truth, fix = (
             f"it is a {type(data).__name__}",
@@ -135,7 +144,8 @@ def _ndim(data: Any) -> bool:
 
 
 def _of_step_0(data: Callable[[int], Any], kind: str) -> Any:
-    """Returns the first batch of a function. Raises DataError for a function of something else than the step."""
+    """Returns the first batch of a function.
+    Raises DataError for a function of something else than the step."""
     try:
         inspect.signature(data).bind(0)
     except TypeError as error:
@@ -178,7 +188,8 @@ def _repeated(data: Any, step: int, position: Any) -> Iterator[Any]:
 
 
 def _at(data: Any, start: Any, step: int, position: Any) -> Iterator[Any]:
-    """Opens an iterator with a state (Grain). start: its first state.  position: that of a `BatchFeed`."""
+    """Opens an iterator with a state (Grain). start: its first state.
+    position: that of a `BatchFeed`."""
     iterator = iter(data)
     if position is None and step:
         raise DataError(
@@ -198,13 +209,15 @@ def _once(left: list[Iterator[Any]], step: int, position: Any) -> Iterator[Any]:
         raise DataError(
             f"batches from step {step} on",
             "the data is an iterator that can be read once, from its beginning",
-            "a function of the step, an iterable such as a list, or an iterator with get_state and set_state (Grain)",
+            "a function of the step, an iterable such as a list, or an iterator with get_state and "
+            "set_state (Grain)",
         )
     return left.pop()
 
 
 def _described(batch: Any, kind: str) -> Any:
-    """Returns the batch as ShapeDtypeStructs. Raises DataError where its arrays have no common first dimension."""
+    """Returns the batch as ShapeDtypeStructs.
+    Raises DataError where its arrays have no common first dimension."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     for path, leaf in leaves:
         _check_leaf(leaf, jax.tree_util.keystr(path) or "it", kind)
@@ -218,8 +231,8 @@ def _described(batch: Any, kind: str) -> Any:
         raise DataError(
             f"a batch of {kind}",
             f"its arrays are {listed or 'none'}",
-            "arrays whose first dimension is the batch, the same for all; a list of numbers as np.array; a constant in "
-            "the loss",
+            "arrays whose first dimension is the batch, the same for all; a list of numbers as "
+            "np.array; a constant in the loss",
         )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _dtype(x)), batch)
 
@@ -230,12 +243,16 @@ def _check_leaf(leaf: Any, name: str, kind: str) -> None:
             raise DataError(
                 f"a batch of {kind}",
                 f"{name} is an array of keys, and the step has keys of its own",
-                "loss(model, batch, key), whose key does not depend on the mesh; or jax.random.key_data of them",
+                "loss(model, batch, key), whose key does not depend on the mesh; or "
+                "jax.random.key_data of them",
             )
         return
     fix = "arrays of numbers: texts as their tokens"
     if dataclasses.is_dataclass(leaf):
-        fix = f"jax.tree_util.register_dataclass({type(leaf).__name__}), or a dictionary of its fields"
+        fix = (
+            f"jax.tree_util.register_dataclass({type(leaf).__name__}), or a dictionary of its "
+            "fields"
+        )
     try:
         dtype = np.asarray(leaf).dtype
     except (TypeError, ValueError, RuntimeError) as error:
@@ -274,8 +291,8 @@ def check_batch(batch: Any, example: Any, what: str) -> None:
         if (np.shape(x), dtype) != (want.shape, want.dtype):
             raise DataError(
                 what,
-                f"{jax.tree_util.keystr(path) or 'it'} is {dtype}{list(np.shape(x))}, and in the first batch "
-                f"{want.dtype}{list(want.shape)}: the step would be compiled again",
+                f"{jax.tree_util.keystr(path) or 'it'} is {dtype}{list(np.shape(x))}, and in the "
+                f"first batch {want.dtype}{list(want.shape)}: the step would be compiled again",
                 "batches of one shape: drop or fill up the last one of an epoch",
             )
 

@@ -1,13 +1,14 @@
 """Random keys of a loss: the same numbers for the same example on every mesh.
 
-A key of JAX gives the same numbers to every device, and a key folded with the device's index gives numbers that depend
-on the mesh. A key made here knows which part of the batch its device has. An array that is drawn with it is that part
-of the array which one device with the whole batch would draw, and a split into one key per example gives the keys of
-those examples. What is drawn without a batch dimension (a mask that all examples share) is the same everywhere.
+A key of JAX gives the same numbers to every device, and a key folded with the device's index gives
+numbers that depend on the mesh. A key made here knows which part of the batch its device has. An
+array that is drawn with it is that part of the array which one device with the whole batch would
+draw, and a split into one key per example gives the keys of those examples. What is drawn without a
+batch dimension (a mask that all examples share) is the same everywhere.
 
-Whether the first dimension of an array is the batch is not guessed from its size: the loss is traced with the batch and
-with one of twice the size, and each of its draws is compared with itself. Numbers are Threefry-2x32 of (row, column), as
-in sharding.params.
+Whether the first dimension of an array is the batch is not guessed from its size: the loss is
+traced with the batch and with one of twice the size, and each of its draws is compared with itself.
+Numbers are Threefry-2x32 of (row, column), as in sharding.params.
 """
 
 import dataclasses
@@ -63,7 +64,8 @@ def draws_of(jaxpr: Any) -> list[Draw]:
 
 @dataclasses.dataclass(eq=False)
 class Draws:
-    """Everything that a loss draws for the whole batch, and which of its arrays have the batch as first dimension."""
+    """Everything that a loss draws for the whole batch,
+    and which of its arrays have the batch as first dimension."""
 
     whole: list[Draw]
     """For the whole batch."""
@@ -75,23 +77,25 @@ class Draws:
         return draws_of(self.trace_twice())
 
     def check_keys_of_the_loss(self) -> None:
-        """Raises ConfigError where a key that the loss has itself draws for the examples of the batch."""
+        """Raises ConfigError where a key that the loss has itself draws for the examples
+        of the batch."""
         if all(draw.of_step for draw in self.whole):
             return
         for draw, twice in zip(self.whole, self._twice, strict=False):
             if not draw.of_step and draw != twice:
                 raise ConfigError(
                     f"{list(draw.shape)} random {draw.noun} in the loss",
-                    "they are drawn for the examples of the batch with a key that the loss has itself: each device "
-                    "would draw the same ones, and each step again",
+                    "they are drawn for the examples of the batch with a key that the loss has "
+                    "itself: each device would draw the same ones, and each step again",
                     "the key that the step gives: loss(model, batch, key)",
                 )
 
     def compare(self, parts: int) -> None:
-        """Compares the draws of two sizes of the batch, before a step is built whose batch has several parts.
+        """Compares the draws of two sizes of the batch,
+        before a step is built whose batch has several parts.
 
-        Raises ConfigError where their number depends on the size of the batch, or keys are made of the index of an
-        example: a part of the batch counts its own examples from zero.
+        Raises ConfigError where their number depends on the size of the batch, or keys are made of
+        the index of an example: a part of the batch counts its own examples from zero.
         """
         if parts == 1 or not self.whole:
             return
@@ -99,25 +103,29 @@ class Draws:
         if count != twice:
             raise ConfigError(
                 f"random numbers of the loss on {parts} parts of the batch",
-                f"the loss draws {count} times for the batch and {twice} times for one of twice the size, as a Python "
-                "loop over examples does: which draw belongs to which example is not known",
+                f"the loss draws {count} times for the batch and {twice} times for one of twice "
+                "the size, as a Python loop over examples does: which draw belongs to which "
+                "example is not known",
                 "jax.vmap over the examples, with the keys jax.random.split(key, batch_size)",
             )
         for draw, doubled in zip(self.whole, self._twice, strict=True):
             if draw.kind == "fold_in" and draw.of_step and draw.shape != doubled.shape:
                 raise ConfigError(
                     f"{list(draw.shape)} random keys on {parts} parts of the batch",
-                    f"jax.random.fold_in makes {list(doubled.shape)} for a batch of twice the size, and each part counts "
-                    "its examples from zero: all parts would draw the same",
-                    "jax.random.split(key, batch_size), whose keys are those of the part's examples",
+                    f"jax.random.fold_in makes {list(doubled.shape)} for a batch of twice the "
+                    "size, and each part counts its examples from zero: all parts would draw the "
+                    "same",
+                    "jax.random.split(key, batch_size), whose keys are those of the part's "
+                    "examples",
                 )
 
     def has_batch(self, kind: str, shape: Shape, parts: int) -> bool:
-        """Returns whether the first dimension is the batch, of which one of `parts` has the array `shape`.
+        """Returns whether the first dimension is the batch,
+        of which one of `parts` has the array `shape`.
 
-        A draw of the whole batch that doubles with the batch has the shape [rows / parts, ...] on a part, and one that
-        does not depend on the batch has its own shape. Raises ConfigError where draws of both kinds have this shape on
-        a part, or none.
+        A draw of the whole batch that doubles with the batch has the shape [rows / parts, ...] on a
+        part, and one that does not depend on the batch has its own shape. Raises ConfigError where
+        draws of both kinds have this shape on a part, or none.
         """
         if parts == 1:
             return False
@@ -136,16 +144,17 @@ class Draws:
         noun = "keys" if kind == "split" else "numbers"
         if shared:
             truth = (
-                f"the whole batch draws {list(examples)} for its examples, {examples[0]} / {parts} = {shape[0]} rows on "
-                f"each part, and {list(shape)} that all examples share: these may belong to either"
+                f"the whole batch draws {list(examples)} for its examples, {examples[0]} / {parts} "
+                f"= {shape[0]} rows on each part, and {list(shape)} that all examples share: these "
+                "may belong to either"
             )
             fix = "another batch or mesh, with other sizes for a part of the batch"
             if kind == "split":
                 fix += f"; or split(key, {shape[0] + 1}) for keys that all of the batch shares"
         else:
             truth = (
-                f"the whole batch draws neither {list(examples)} for its examples nor {list(shape)} that all share: the "
-                "batch is not the first dimension"
+                f"the whole batch draws neither {list(examples)} for its examples nor "
+                f"{list(shape)} that all share: the batch is not the first dimension"
             )
             fix = "draw arrays whose first dimension is the batch, or that do not depend on it"
         raise ConfigError(
@@ -170,7 +179,8 @@ def _implementation(parts: int, draws: Draws | None) -> Any:
 def _hashed(
     key: jax.Array, shape: Shape, has_batch: bool, salt: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns two words for each element: Threefry-2x32 of its row in the complete batch and its column."""
+    """Returns two words for each element: Threefry-2x32 of its row in the complete batch
+    and its column."""
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])
     row = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 0)
@@ -196,7 +206,8 @@ def _bits(parts: int, draws: Draws | None, key: jax.Array, width: int, shape: Sh
 
 
 def _split(parts: int, draws: Draws | None, key: jax.Array, shape: Shape) -> jax.Array:
-    """Returns keys: those of the examples of the part, or the same on every device, each still of its part."""
+    """Returns keys: those of the examples of the part,
+    or the same on every device, each still of its part."""
     has_batch = _has_batch(draws, "split", shape, parts)
     high, low = _hashed(key, shape, has_batch, _SPLIT_SALT)
     # The key of an example is no longer one of a part.
@@ -206,7 +217,8 @@ def _split(parts: int, draws: Draws | None, key: jax.Array, shape: Shape) -> jax
 
 def _fold_in(key: jax.Array, data: Any) -> jax.Array:
     word = jnp.asarray(data).astype(jnp.uint32)
-    # Threefry takes four words of one shape: with `vmap` only the key or only the data has a further dimension.
+    # Threefry takes four words of one shape: with `vmap` only the key
+    # or only the data has a further dimension.
     zero = (key[0] ^ key[0]) | (word ^ word)
     second = key[1] ^ jnp.uint32(_SPLIT_SALT)
     high, low = threefry2x32_p.bind(key[0] | zero, second | zero, zero, word | zero)
@@ -219,13 +231,15 @@ def _seeded(seed: jax.Array) -> jax.Array:
 
 
 def step_key(seed: int, step: Any, part: Any, parts: int, draws: Draws) -> jax.Array:
-    """Returns the key of one part of the batch at a step. part: index of the part, outermost axis first."""
+    """Returns the key of one part of the batch at a step.
+    part: index of the part, outermost axis first."""
     words = [jnp.asarray(word).astype(jnp.uint32) for word in (step, seed, part)]
     return key_of(jnp.stack(words), parts, draws)
 
 
 def key_of(words: Any, parts: int, draws: Draws | None) -> jax.Array:
-    """Returns the key of one of `parts` parts of a batch. words: its data.  draws: needed for several parts."""
+    """Returns the key of one of `parts` parts of a batch. words: its data.
+    draws: needed for several parts."""
     return jax.random.wrap_key_data(words, impl=_implementation(parts, draws))
 
 

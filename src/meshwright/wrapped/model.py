@@ -43,8 +43,10 @@ class Wrapped(Model):
 
     Example:
         >>> import jax.numpy as jnp, numpy as np
-        >>> model = mw.wrap({"w": jnp.zeros((4, 2))}, lambda p, b: ((b["x"] @ p["w"] - b["y"]) ** 2).mean(),
-        ...                 lambda step: {"x": np.ones((8, 4), "f"), "y": np.ones((8, 2), "f")})
+        >>> def loss(params, batch):
+        ...     return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+        >>> batches = lambda step: {"x": np.ones((8, 4), "f"), "y": np.ones((8, 2), "f")}
+        >>> model = mw.wrap({"w": jnp.zeros((4, 2))}, loss, batches)
         >>> run = model.run(mesh="fsdp=8", steps=3, learning_rate=0.1)
         >>> mw.train(run, out=tmp / "wrapped", progress="none", cache=tmp).steps
         3
@@ -56,11 +58,13 @@ class Wrapped(Model):
     vocab: NonNegativeInt | None = 0
     """No vocabulary: batches are arrays."""
     name: Annotated[str, changes()] = ""
-    """`FILE.py:attribute` of the object, by which another process finds it; empty where it has no such name."""
+    """`FILE.py:attribute` of the object, by which another process finds it;
+    empty where it has no such name."""
 
     @functools.cached_property
     def parts(self) -> WrappedParts:
-        """Module, loss and data. Raises ConfigError where a run file names no object that has them."""
+        """Module, loss and data.
+        Raises ConfigError where a run file names no object that has them."""
         if not self.name:
             raise ConfigError(
                 "the wrapped model of this run",
@@ -83,14 +87,16 @@ class Wrapped(Model):
     def run(self, *, mesh: str | MeshShape | None = None, **changes: Any) -> Run:
         """Returns a Run of the model with the batch of its data, in the model's own precision.
 
-        mesh: as `data=2,fsdp=4`; None takes all devices as `fsdp`.  changes: fields of `Run`, or of its training or
-        optimizer, by name. Raises ConfigError for an unknown field.
+        mesh: as `data=2,fsdp=4`; None takes all devices as `fsdp`.
+        changes: fields of `Run`, or of its training or optimizer, by name.
+        Raises ConfigError for an unknown field.
         """
         training = Training(batch=self.parts.source.batch_size, compute_dtype="float32")
         return change_fields(Run(model=self.named(), training=training), mesh, own(changes))
 
     def options_of_child(self) -> list[str]:
-        """Returns the options by which another process imports the model, whose code this one runs already.
+        """Returns the options by which another process imports the model,
+        whose code this one runs already.
 
         Raises ConfigError for one that it could not import.
         """
@@ -101,13 +107,15 @@ class Wrapped(Model):
                 "it is not a top-level object of a file, so that process cannot import it",
                 "define it at the top level of a .py file: model = mw.wrap(...)",
             )
-        # A name from a file stands in the file that the other process reads, and is no word of the user's.
+        # A name from a file stands in the file that the other process reads,
+        # and is no word of the user's.
         return ["--model.name", name] if isinstance(name, OwnName) else []
 
     def restore(self, out: str | Path, *, at: int | None = None) -> Any:
         """Returns the trained model of an output folder on the first device, in evaluation mode.
 
-        A module of NNX or Equinox, an Equinox module with its state, a pytree; of a Linen module its variables.
+        A module of NNX or Equinox, an Equinox module with its state, a pytree;
+        of a Linen module its variables.
         at: step of the checkpoint; None takes the last. Raises CheckpointError.
         """
         folder = path_of(out)
@@ -181,7 +189,8 @@ class Wrapped(Model):
         """Raises ConfigError: what is asked for needs to know the layers of a model."""
         raise ConfigError(
             "the layers of a wrapped model",
-            "only the module knows them; show, rehearse, generate and convert are for model families",
+            "only the module knows them; show, rehearse, generate and convert are for model "
+            "families",
             "train, evaluate, plan, prove or parity; or a family of your own (docs: Adding things)",
         )
 
@@ -214,28 +223,34 @@ def wrap(
     axes: Mapping[str, str | None] | None = None,
     local_batch: bool = False,
 ) -> Wrapped:
-    """Returns a module of Flax NNX, Flax Linen or Equinox, or a pytree of arrays, as the model of a Run.
+    """Returns a module of Flax NNX, Flax Linen or Equinox, or a pytree of arrays,
+    as the model of a Run.
 
-    model: the module or pytree; an Equinox module with its state as `(module, state)`; or a function of a key that
-    makes one, whose arrays are then created in their shardings.
-    loss: `loss(model, batch)` or `loss(model, batch, key)` -> the mean over the batch's examples, or (mean, metrics).
-    A Linen module is given bound to its variables: `model(x, train=model.training)`. With an Equinox state it is
-    `loss(model, state, batch[, key])` -> (mean, state) or (mean, metrics, state). Where the metrics have a `weight`,
-    means of devices are averaged by it.
-    data: global batches, pytrees of arrays with the batch first: a function of the step (from 0), an iterable, or an
-    iterator. `held_out`: a list, or another iterable that can be read again, of the batches that are evaluated.
+    model: the module or pytree; an Equinox module with its state as `(module, state)`; or a
+    function of a key that makes one, whose arrays are then created in their shardings.
+    loss: `loss(model, batch)` or `loss(model, batch, key)` -> the mean
+    over the batch's examples, or (mean, metrics).
+    A Linen module is given bound to its variables: `model(x, train=model.training)`. With an
+    Equinox state it is `loss(model, state, batch[, key])` -> (mean, state) or (mean, metrics,
+    state). Where the metrics have a `weight`, means of devices are averaged by it.
+    data: global batches, pytrees of arrays with the batch first: a function of the step (from 0),
+    an iterable, or an iterator. `held_out`: a list, or another iterable that can be read again, of
+    the batches that are evaluated.
     evaluate: loss on held-out batches; None takes `loss`.
-    rules: regular expression of a parameter's path -> PartitionSpec or axis names over `fsdp` and `tensor`.
+    rules: regular expression of a parameter's path -> PartitionSpec or axis names
+    over `fsdp` and `tensor`.
     axes: logical axis of the module's annotations -> mesh axis, or None for whole.
-    local_batch: accept a loss that depends on which examples are together (batch statistics, pairs of examples), over
-    the examples that a device has; without it such a loss is refused where a batch has several parts.
-    Raises ConfigError for an unknown kind of module, a loss that is not scalar, or a rule that matches nothing.
+    local_batch: accept a loss that depends on which examples are together (batch statistics, pairs
+    of examples), over the examples that a device has; without it such a loss is refused where a
+    batch has several parts. Raises ConfigError for an unknown kind of module, a loss that is not
+    scalar, or a rule that matches nothing.
 
     Example:
         >>> import flax.linen as nn, jax.numpy as jnp, numpy as np
         >>> batches = lambda step: {"x": np.ones((8, 4), "f"), "y": np.zeros(8, int)}
         >>> def loss(model, batch):
-        ...     return -jnp.take_along_axis(jax.nn.log_softmax(model(batch["x"])), batch["y"][:, None], 1).mean()
+        ...     log_probs = jax.nn.log_softmax(model(batch["x"]))
+        ...     return -jnp.take_along_axis(log_probs, batch["y"][:, None], 1).mean()
         >>> sorted(mw.wrap(nn.Dense(3), loss, batches).params())
         ['bias', 'kernel']
     """

@@ -1,4 +1,5 @@
-"""Models of Flax NNX, Flax Linen and Equinox, and plain pytrees, as named arrays and a loss of them."""
+"""Models of Flax NNX, Flax Linen and Equinox, and plain pytrees,
+as named arrays and a loss of them."""
 
 import contextlib
 import dataclasses
@@ -21,7 +22,8 @@ from meshwright.reporters.goodput import METRICS as GOODPUT
 Arrays = dict[str, Any]
 """Arrays by dotted path, such as `Dense_0.kernel`."""
 Annotations = dict[str, tuple[Any, ...]]
-"""Axis name, several, or None of each dimension of a parameter, by path: as the module states them."""
+"""Axis name, several, or None of each dimension of a parameter,
+by path: as the module states them."""
 
 
 _OF_STEPS = ("loss", "gradient norm", "learning rate", "held-out loss", "batch", "examples")
@@ -36,7 +38,8 @@ class Result:
 
     loss: Any
     metrics: dict[str, Any]
-    """Scalars by name; `weight` is the number of examples or tokens that the loss is a mean over."""
+    """Scalars by name; `weight` is the number of examples or tokens
+    that the loss is a mean over."""
     variables: Arrays
 
 
@@ -47,7 +50,8 @@ def path_name(path: Any) -> str:
 
 
 def _takes_key(parameter: inspect.Parameter) -> bool:
-    """Whether an argument besides model and batch is for random numbers: by its name, and no default of its own."""
+    """Whether an argument besides model and batch is for random numbers: by its name,
+    and no default of its own."""
     named = parameter.name in ("key", "keys", "rng", "rngs") or parameter.name.endswith(
         ("_key", "_rng")
     )
@@ -55,7 +59,8 @@ def _takes_key(parameter: inspect.Parameter) -> bool:
 
 
 def call_loss(loss: Callable[..., Any], given: tuple[Any, ...], key: jax.Array) -> Any:
-    """Calls `loss(model, [state,] batch[, key])`; one called `key` with a default gets the key too."""
+    """Calls `loss(model, [state,] batch[, key])`;
+    one called `key` with a default gets the key too."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(loss).parameters.values()
     positional = [p for p in parameters if p.kind in kinds]
@@ -113,9 +118,11 @@ def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
 def find_adapter(
     model: Any, loss: Callable[..., Any], evaluate: Callable[..., Any] | None, example: Any
 ) -> "Adapter":
-    """Returns the adapter of a model: by its type, or for a function of a key, by the type of what it returns.
+    """Returns the adapter of a model: by its type, or for a function of a key,
+    by the type of what it returns.
 
-    Raises ConfigError for a model that is neither a module of a known framework nor a pytree of arrays.
+    Raises ConfigError for a model that is neither a module
+    of a known framework nor a pytree of arrays.
     """
     losses = (loss, evaluate or loss)
     linen = sys.modules.get("flax.linen")
@@ -136,7 +143,8 @@ def _is_key(leaf: Any) -> bool:
 
 
 class Adapter:
-    """A model of some framework as two dictionaries of arrays, trained parameters and variables, and a loss of them."""
+    """A model of some framework as two dictionaries of arrays, trained parameters
+    and variables, and a loss of them."""
 
     def __init__(
         self,
@@ -147,7 +155,8 @@ class Adapter:
     ):
         self._model, self._factory, self._losses = model, factory, losses
         self.drawn = factory is not None
-        """Whether `build` draws initial values, and can be traced; else it returns arrays that exist."""
+        """Whether `build` draws initial values, and can be traced;
+        else it returns arrays that exist."""
         self.parts: Any = parts
         """What is not an array: how to build the model from its arrays."""
 
@@ -179,7 +188,8 @@ class Adapter:
         return Result(loss, metrics, self.parts.variables(after, arrays[1]))
 
     def made_of(self, params: Arrays, variables: Arrays) -> Any:
-        """Returns the model, an Equinox module and its state, or the variables of a Linen module."""
+        """Returns the model, an Equinox module and its state,
+        or the variables of a Linen module."""
         made = self.parts.merge(params, variables, jax.random.key(0), False)
         if isinstance(made[0], BoundLinen):
             return made[0].variables
@@ -188,10 +198,11 @@ class Adapter:
 
 @contextlib.contextmanager
 def _constants_in_state() -> Iterator[None]:
-    """Lets modules put constants into an Equinox state while a loss is traced, as `eqx.nn.BatchNorm` does.
+    """Lets modules put constants into an Equinox state while a loss is traced,
+    as `eqx.nn.BatchNorm` does.
 
-    `State.set` compares old and new value, sharding included. Inside a `shard_map` a traced value has the mesh's, and a
-    constant has none.
+    `State.set` compares old and new value, sharding included. Inside a `shard_map` a traced value
+    has the mesh's, and a constant has none.
     """
     import equinox
 
@@ -217,8 +228,8 @@ def _made(factory: Callable[[jax.Array], Any], key: jax.Array) -> Any:
     if nnx is None:
         return factory(key)
     if isinstance(key, jax.core.Tracer):
-        # An array that a constructor assigns as it is becomes data of the module, but not where it is traced, as here:
-        # Flax looks at the type.
+        # An array that a constructor assigns as it is becomes data of the module, but not where it
+        # is traced, as here: Flax looks at the type.
         nnx.register_data_type(type(key))
     # Annotated variables would be put on a mesh as they are created; this package places them.
     with nnx.use_eager_sharding(False):
@@ -242,14 +253,17 @@ def _parts_of(model: Any) -> Any:
         what = others[0] if others else model
         raise ConfigError(
             f"wrapping a {type(model).__module__}.{type(model).__name__}",
-            f"it is neither a module of Flax or Equinox nor a pytree of arrays: it has a {type(what).__name__}",
-            "a module of Flax NNX, Flax Linen or Equinox, a pytree of arrays, or a function of a key that makes one",
+            "it is neither a module of Flax or Equinox nor a pytree of arrays: it has a "
+            f"{type(what).__name__}",
+            "a module of Flax NNX, Flax Linen or Equinox, a pytree of arrays, or a function of a "
+            "key that makes one",
         )
     return TreeParts("pytree", False)
 
 
 class TreeParts:
-    """Arrays of a pytree or an Equinox module: floating-point ones are parameters, all others variables.
+    """Arrays of a pytree or an Equinox module: floating-point ones are parameters, all
+    others variables.
 
     NumPy arrays of an Equinox module are constants, as they are to Equinox.
     """
@@ -324,7 +338,8 @@ class TreeParts:
 
 
 class NnxParts:
-    """Arrays of an NNX module: `nnx.Param` are parameters; keys are given anew each step; the others are variables."""
+    """Arrays of an NNX module: `nnx.Param` are parameters; keys are given anew each step;
+    the others are variables."""
 
     framework = "Flax NNX"
 
@@ -342,7 +357,8 @@ class NnxParts:
         flat = [jax.tree_util.tree_flatten_with_path(state) for state in states]
         self._trees = tuple(treedef for _, treedef in flat)
         self._names = tuple([path_name(path) for path, _ in leaves] for leaves, _ in flat)
-        # Of keys and counts only kind and shape are kept: values may be those of a trace that has ended.
+        # Of keys and counts only kind and shape are kept: values may be those of a trace
+        # that has ended.
         self._rngs = [
             (jnp.shape(leaf), None if _is_key(leaf) else leaf.dtype) for _, leaf in flat[1][0]
         ]
@@ -404,7 +420,8 @@ def _key_for(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 class LinenParts:
-    """Variables of a Flax Linen module: the loss gets it bound to them, and calls it as a function."""
+    """Variables of a Flax Linen module: the loss gets it bound to them,
+    and calls it as a function."""
 
     framework = "Flax Linen"
 
@@ -460,7 +477,8 @@ class LinenParts:
         return (BoundLinen(self._module, tree, key, train, self._sown),)
 
     def variables(self, model: tuple[Any, ...], before: Arrays) -> Arrays:
-        """Returns the variables after the loss; collections besides `params` may change in training."""
+        """Returns the variables after the loss;
+        collections besides `params` may change in training."""
         after = {
             path_name(path): x
             for path, x in jax.tree_util.tree_flatten_with_path(model[0].variables)[0]
@@ -471,9 +489,9 @@ class LinenParts:
 class BoundLinen:
     """A Linen module with its variables, as a loss calls it: `model(x, train=model.training)`.
 
-    training: whether the call is one of training; else it is an evaluation.  variables: the collections, `params`
-    among them, and what the calls so far have sown.  Every other keyword (`method`, arguments of the module) goes to
-    the module.
+    training: whether the call is one of training; else it is an evaluation.
+    variables: the collections, `params` among them, and what the calls so far have sown. Every
+    other keyword (`method`, arguments of the module) goes to the module.
     """
 
     def __init__(
@@ -504,7 +522,8 @@ class BoundLinen:
         return output
 
     def _make(self, rngs: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Makes the variables that a call needs, and keeps those of the calls before as they were made."""
+        """Makes the variables that a call needs,
+        and keeps those of the calls before as they were made."""
         before = self.variables or {}
         output, after = self._initialise(before, rngs, args, keywords)
         self.variables = made = _joined(after, before)
@@ -522,7 +541,8 @@ class BoundLinen:
     def _initialise(
         self, variables: Any, rngs: Any, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Calls the module as its `init` does: missing variables are made, and running averages stay."""
+        """Calls the module as its `init` does: missing variables are made,
+        and running averages stay."""
         from flax import core
 
         keywords = dict(keywords)

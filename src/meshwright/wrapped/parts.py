@@ -1,4 +1,5 @@
-"""A wrapped model traced once: its parameters, variables and random draws; and what a loss may not be."""
+"""A wrapped model traced once: its parameters, variables and random draws;
+and what a loss may not be."""
 
 import dataclasses
 import functools
@@ -38,7 +39,8 @@ class WrappedParts:
     untrained: frozenset[str] = frozenset()
     """Paths of parameters that the loss has no gradient of."""
     ranks: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Rank of each parameter where the loss uses it: of a layer's, not of the stack that a loop goes over."""
+    """Rank of each parameter where the loss uses it: of a layer's,
+    not of the stack that a loop goes over."""
     local_batch: bool = False
     """Whether the loss is meant to be over a device's own examples."""
 
@@ -50,7 +52,8 @@ class WrappedParts:
 
     @property
     def communicates(self) -> bool:
-        """Whether the loss has collectives over the batch axes of its own, as batch norm with `axis_name` has."""
+        """Whether the loss has collectives over the batch axes of its own,
+        as batch norm with `axis_name` has."""
         for equation in self._equations:
             if equation.primitive.name in ("axis_index", "shard_map"):
                 continue
@@ -69,7 +72,8 @@ class WrappedParts:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the traced loss and its constants; names of functions and places in memory are left out."""
+        """Hash of the traced loss and its constants;
+        names of functions and places in memory are left out."""
         function, arguments = self.traced(train=True)
         jaxpr = jax.make_jaxpr(function)(*arguments)
         text = re.sub(r" at 0x[0-9a-f]+|name=\S+", "", str(jaxpr))
@@ -86,7 +90,8 @@ class WrappedParts:
         return self.draws_of_batch(train=False)
 
     def draws_of_batch(self, train: bool, rows: int | None = None) -> Draws:
-        """Returns what the loss draws for a batch. rows: examples of the batch; None takes those of the data."""
+        """Returns what the loss draws for a batch. rows: examples of the batch;
+        None takes those of the data."""
         function, arguments = self.traced(train, rows)
         examples = jax.tree.leaves(arguments[2])[0].shape[0]
 
@@ -99,9 +104,11 @@ class WrappedParts:
     def traced(
         self, train: bool, rows: int | None = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Returns `(params, variables, batch, key words) -> (loss, metrics, variables)` and abstract arguments.
+        """Returns `(params, variables, batch, key words) -> (loss, metrics, variables)`
+        and abstract arguments.
 
-        It runs inside a `shard_map` of one device, where a module may average over the axes of the mesh.
+        It runs inside a `shard_map` of one device,
+        where a module may average over the axes of the mesh.
         rows: examples of the batch; None takes those of the data.
         """
         source = self.source if train else self.held_out or self.source
@@ -114,14 +121,16 @@ class WrappedParts:
         return on_one_device(loss), (self.params, self.variables, source.abstract(rows), KEY_WORDS)
 
     def origins(self, jaxpr: Any) -> dict[Any, Origin]:
-        """Returns the variables of the traced loss that are parameters, for `analysis.jaxprs.uses`."""
+        """Returns the variables of the traced loss that are parameters, for
+        `analysis.jaxprs.uses`."""
         # A dictionary's leaves are in the order of its sorted keys.
         names = zip(sorted(self.params), jaxpr.invars, strict=False)
         return {v: (name, tuple(range(self.params[name].ndim))) for name, v in names}
 
 
 def describe_model(adapter: Adapter, source: Source, held_out: Source | None) -> WrappedParts:
-    """Traces model and loss with abstract arrays: shapes, annotations, what is drawn, and which parameters are trained.
+    """Traces model and loss with abstract arrays: shapes, annotations, what is drawn,
+    and which parameters are trained.
 
     Raises ConfigError where the loss cannot train the model.
     """
@@ -149,7 +158,8 @@ def _check_arrays(arrays: Arrays) -> None:
             raise ConfigError(
                 f"array {name} of a wrapped model",
                 f"it is {x.dtype}, and only real numbers are trained and saved",
-                "two real arrays, of which the loss makes a complex one; a constant belongs in the loss",
+                "two real arrays, of which the loss makes a complex one; a constant belongs in the "
+                "loss",
             )
         if not x.size:
             truth = f"it is {x.dtype}{list(x.shape)}, which has no elements"
@@ -173,7 +183,8 @@ def _check_loss(parts: WrappedParts, train: bool) -> Any:
         if (x.shape, x.dtype) != (before.shape, before.dtype):
             raise ConfigError(
                 f"variable {name}",
-                f"it was {before.dtype}{list(before.shape)} and is {x.dtype}{list(x.shape)} after the loss",
+                f"it was {before.dtype}{list(before.shape)} and is {x.dtype}{list(x.shape)} after "
+                "the loss",
                 "the same shape and type after each step",
             )
     return jaxpr.jaxpr
@@ -193,7 +204,8 @@ def _ranks(parts: WrappedParts, jaxpr: Any) -> dict[str, int]:
 
 
 def _untrained(parts: WrappedParts) -> frozenset[str]:
-    """Returns the parameters whose change the linearised loss does not read: their gradient is zero.
+    """Returns the parameters whose change the linearised loss does not read: their gradient
+    is zero.
 
     Raises ConfigError where it has no gradient of any.
     """
@@ -214,8 +226,8 @@ def _untrained(parts: WrappedParts) -> frozenset[str]:
             listed += ", ..."
         raise ConfigError(
             "the loss of a wrapped model",
-            f"it has no gradient of any parameter ({listed}): it does not use them, or integers or stop_gradient "
-            "stand between",
+            f"it has no gradient of any parameter ({listed}): it does not use them, or integers or "
+            "stop_gradient stand between",
             "a loss of the model that it is given, as its first argument",
         )
     return untrained
@@ -233,9 +245,11 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
-    """Traces the losses with the examples of a device. Raises ConfigError for a loss that takes another number.
+    """Traces the losses with the examples of a device.
+    Raises ConfigError for a loss that takes another number.
 
-    rows: examples of a device in a microbatch of training.  held_out: the same of a held-out batch, 0 for none.
+    rows: examples of a device in a microbatch of training.
+    held_out: the same of a held-out batch, 0 for none.
     """
     for train, examples in ((True, rows), (False, held_out)):
         if not examples:
@@ -252,7 +266,8 @@ def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
 
 
 def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function inside a `shard_map` over an abstract mesh of one device that has all axes."""
+    """Returns the function inside a `shard_map` over an abstract mesh of one device
+    that has all axes."""
     mesh = AbstractMesh((1,) * len(AXES), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
     spec = PartitionSpec()
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

@@ -1,4 +1,5 @@
-"""Placement of a wrapped model on a mesh: by rules, annotations or size. Arithmetic on shapes, without a device."""
+"""Placement of a wrapped model on a mesh: by rules, annotations or size.
+Arithmetic on shapes, without a device."""
 
 import dataclasses
 import re
@@ -30,7 +31,8 @@ REMAT = ("auto", "none", "full")
 def describe_params(parts: WrappedParts) -> dict[str, Param]:
     """Returns the description of each parameter; its dimensions are numbered.
 
-    Weight decay applies to what the loss uses as a matrix and has a gradient of: others would shrink untrained.
+    Weight decay applies to what the loss uses as a matrix
+    and has a gradient of: others would shrink untrained.
     """
     params = {}
     for name, x in parts.params.items():
@@ -48,7 +50,8 @@ def describe_params(parts: WrappedParts) -> dict[str, Param]:
 
 
 def read_rules(rules: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-    """Returns the rules with their specs. Raises ConfigError for an axis that cannot split a parameter."""
+    """Returns the rules with their specs.
+    Raises ConfigError for an axis that cannot split a parameter."""
     read = {}
     for pattern, spec in rules.items():
         names = _names_of(spec)
@@ -91,12 +94,14 @@ def _check_axis(asked: str, name: str) -> None:
         raise ConfigError(
             asked,
             f"{name!r} is not a mesh axis that splits the parameters of a wrapped model",
-            f"one of {', '.join(PARAM_AXES)}; for a logical axis, axes={{{name!r}: 'tensor'}}, or None for whole",
+            f"one of {', '.join(PARAM_AXES)}; for a logical axis, axes={{{name!r}: 'tensor'}}, or "
+            "None for whole",
         )
 
 
 def check_rules(parts: WrappedParts) -> None:
-    """Raises ConfigError for a rule that matches no parameter, a spec of another rank, or an unknown annotation."""
+    """Raises ConfigError for a rule that matches no parameter, a spec of another rank,
+    or an unknown annotation."""
     taken: dict[str, str] = {}
     for pattern, spec in parts.rules.items():
         matched = [name for name in parts.params if re.fullmatch(pattern, name)]
@@ -108,15 +113,16 @@ def check_rules(parts: WrappedParts) -> None:
         if pattern not in earlier:
             raise ConfigError(
                 f"rule {pattern!r}",
-                f"it places nothing: the rule {earlier[0]!r} before it has {matched[0]}, and the first that matches "
-                "counts",
+                f"it places nothing: the rule {earlier[0]!r} before it has {matched[0]}, and the "
+                "first that matches counts",
                 "this rule before that one, or without it",
             )
         for name in matched:
             if len(spec) > parts.params[name].ndim:
                 raise ConfigError(
                     f"rule {pattern!r}",
-                    f"it names {len(spec)} dimensions, and {name} has {list(parts.params[name].shape)}",
+                    f"it names {len(spec)} dimensions, and {name} has "
+                    f"{list(parts.params[name].shape)}",
                     "at most one axis or tuple of axes for each dimension",
                 )
     known = sorted({name for names in parts.annotations.values() for name in _flat(names)})
@@ -150,7 +156,8 @@ def _annotated(parts: WrappedParts, path: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _stated(parts: WrappedParts, path: str) -> tuple[tuple[tuple[str, ...], ...], bool]:
-    """Mesh axes of each dimension by the first rule that matches, else the annotation; whether a rule did."""
+    """Mesh axes of each dimension by the first rule that matches, else the annotation;
+    whether a rule did."""
     for pattern, spec in parts.rules.items():
         if re.fullmatch(pattern, path):
             return tuple(tuple(_flat((names,))) for names in spec), True
@@ -160,9 +167,10 @@ def _stated(parts: WrappedParts, path: str) -> tuple[tuple[tuple[str, ...], ...]
 def place_wrapped(model: Any, run: Run, shape: MeshShape) -> PlacedRun:
     """Places a run of a wrapped model on the mesh `shape`.
 
-    A rule places a parameter completely. Without one, `fsdp` splits the largest dimension that divides, of parameters
-    of at least `run.fsdp_min_size` elements, besides what the module's annotation states.
-    Raises ConfigError where batch or parameters do not divide, and for fields of the run without meaning here.
+    A rule places a parameter completely. Without one, `fsdp` splits the largest dimension that
+    divides, of parameters of at least `run.fsdp_min_size` elements, besides what the module's
+    annotation states. Raises ConfigError where batch or parameters do not divide, and for fields of
+    the run without meaning here.
     """
     parts: WrappedParts = model.parts
     check_fields("wrap", run, shape)
@@ -189,7 +197,8 @@ def _unused_tensor(shape: MeshShape, params: Mapping[str, Param]) -> ConfigError
     axes = tuple([None] * (rank - 1) + ["tensor"])
     return ConfigError(
         f"mesh {shape} for a wrapped model",
-        f"no rule or annotation splits a parameter over tensor: its {shape.tensor} devices would compute the same",
+        f"no rule or annotation splits a parameter over tensor: its {shape.tensor} devices would "
+        "compute the same",
         f"rules={{{example!r}: {axes}}}, axes={{logical axis: 'tensor'}}, or the "
         "devices as data or fsdp",
     )
@@ -203,7 +212,8 @@ def _place(name: str, p: Param, parts: WrappedParts, run: Run, shape: MeshShape)
         if len(axes) > 1:
             raise ConfigError(
                 f"{name} with {'+'.join(axes)} on dimension {digit}",
-                "`fsdp` is gathered by the step and `tensor` by the compiler, so they split different dimensions",
+                "`fsdp` is gathered by the step and `tensor` by the compiler, so they split "
+                "different dimensions",
                 "one axis for each dimension",
             )
     table = {digit: axes for digit, axes in by_dim.items() if "fsdp" not in axes}
@@ -237,7 +247,8 @@ def _check_values(run: Run) -> None:
         raise ConfigError(
             f"--optimizer.name {run.optimizer.name} with a wrapped model",
             "it needs to know which dimensions of a parameter are heads and layers",
-            f"one of {', '.join(known)}, or module:attribute of a function that returns one of optax's",
+            f"one of {', '.join(known)}, or module:attribute of a function that returns one of "
+            "optax's",
         )
 
 
@@ -261,6 +272,7 @@ def _check_batch(run: Run, shape: MeshShape, parts: WrappedParts) -> None:
             above = below + degree
             raise ConfigError(
                 f"a {what} of {size} examples on mesh {shape} in {microbatches} microbatch(es)",
-                f"data * fsdp * microbatches = {degree}, and {size} = {size // degree} * {degree} + {size % degree}",
+                f"data * fsdp * microbatches = {degree}, and {size} = {size // degree} * {degree} "
+                f"+ {size % degree}",
                 f"a batch of {above}" + (f" or {below}" if below else ""),
             )

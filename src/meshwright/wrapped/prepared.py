@@ -43,12 +43,14 @@ class PreparedModel(Trainable):
         return BatchFeed(self.parts.source, start.step, start.data, self.device_run.batch_sharding)
 
     def compile(self, batch: Any) -> CompiledTrainStep:
-        """Compiles the train step for batches of this shape. Raises ConfigError where the loss is not a mean."""
+        """Compiles the train step for batches of this shape.
+        Raises ConfigError where the loss is not a mean."""
         step.check_mean(self.device_run, batch)
         return CompiledTrainStep(self.device_run, batch)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the fingerprints of the loss, with the version of JAX that traced it, and of the batches."""
+        """Returns the fingerprints of the loss, with the version of JAX that traced it,
+        and of the batches."""
         return {
             "loss": [jax.__version__, self.parts.fingerprint],
             "batches": self.parts.source.fingerprint,
@@ -63,7 +65,8 @@ class PreparedModel(Trainable):
 
 
 def prepare_wrapped(model: Any, run: Run, devices: list[jax.Device]) -> PreparedModel:
-    """Places a wrapped model on the devices here, as `fsdp` over all of them where the run names no mesh."""
+    """Places a wrapped model on the devices here,
+    as `fsdp` over all of them where the run names no mesh."""
     if run.faults.bad_step == "roll_back":
         raise ConfigError(
             "--faults.bad-step roll_back with a wrapped model",
@@ -87,7 +90,8 @@ def prepare_wrapped(model: Any, run: Run, devices: list[jax.Device]) -> Prepared
 
 
 def held_out_metrics(device_run: DeviceRun) -> Callable[[Any, Any], dict[str, float]]:
-    """Compiles `(params, variables) -> mean of each metric over all held-out batches`, beside the optimizer state."""
+    """Compiles `(params, variables) -> mean of each metric over all held-out batches`, beside
+    the optimizer state."""
     source = step.parts_of(device_run).held_out
     state = device_run.abstract
     if source is None:
@@ -121,7 +125,8 @@ def held_out_metrics(device_run: DeviceRun) -> Callable[[Any, Any], dict[str, fl
 def evaluate_wrapped(
     prepared: PreparedModel, source: str | Path, whole: bool, at: int | None
 ) -> BatchEvaluation:
-    """Evaluates a checkpoint of a wrapped model on its held-out batches; `whole` is of text, which its run refuses.
+    """Evaluates a checkpoint of a wrapped model on its held-out batches;
+    `whole` is of text, which its run refuses.
 
     Raises CheckpointError, or ConfigError without such batches.
     """

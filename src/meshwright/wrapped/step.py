@@ -1,9 +1,9 @@
 """Gradients and evaluation of a wrapped model.
 
-`data` and `fsdp` are manual: a `shard_map` in which each device computes the loss of its own examples. Parameters are
-gathered over `fsdp` before the loss, and the backward pass reduce-scatters their gradients; `data` sums them.
-`tensor` is the compiler's: it sees the whole arrays, split as rules or annotations state, and inserts what the module's
-own operations need.
+`data` and `fsdp` are manual: a `shard_map` in which each device computes the loss of its own
+examples. Parameters are gathered over `fsdp` before the loss, and the backward pass reduce-scatters
+their gradients; `data` sums them. `tensor` is the compiler's: it sees the whole arrays, split as
+rules or annotations state, and inserts what the module's own operations need.
 """
 
 import dataclasses
@@ -49,7 +49,8 @@ def parts_of(device_run: DeviceRun) -> WrappedParts:
 
 
 def draw_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays, ...]]:
-    """Returns parameters and variables before the first step: drawn in their shardings, or copies of those given."""
+    """Returns parameters and variables before the first step: drawn in their shardings,
+    or copies of those given."""
     adapter = model.parts.adapter
     training = device_run.run.training
     shardings = device_run.abstract.shardings
@@ -88,7 +89,8 @@ def _without_tensor(axes: tuple[str, ...]) -> tuple[str, ...]:
 def _over_mesh(
     device_run: DeviceRun, function: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Any:
-    """Applies `shard_map` over all axes; `tensor` stays with the compiler where it has several devices."""
+    """Applies `shard_map` over all axes;
+    `tensor` stays with the compiler where it has several devices."""
     manual = set(AXES)
     if device_run.layout.shape.tensor > 1:
         manual.remove("tensor")
@@ -129,9 +131,11 @@ def _gather(device_run: DeviceRun, params: Arrays) -> Arrays:
 def _by_tensor(
     device_run: DeviceRun, function: Callable[[Arrays], Arrays]
 ) -> Callable[[Arrays], Arrays]:
-    """Applies a function with collectives to this device's part of each parameter (or gradient) over `tensor`.
+    """Applies a function with collectives to this device's part
+    of each parameter (or gradient) over `tensor`.
 
-    The compiler does not split the operand of a collective over an axis of its own: it would gather it first.
+    The compiler does not split the operand of a collective over an axis
+    of its own: it would gather it first.
     """
     specs = {}
     for name, placements in device_run.layout.placements.items():
@@ -152,7 +156,8 @@ def _by_tensor(
             axis_names={"tensor"},
             check_vma=False,
         )
-        # Gradients of replicated arrays would be summed over `tensor` once more inside of the `shard_map`.
+        # Gradients of replicated arrays would be summed over `tensor` once more inside
+        # of the `shard_map`.
         return of_shards(split) | function(replicated)
 
     return apply
@@ -163,8 +168,8 @@ def wrapped_gradients(
 ) -> Callable[..., tuple[Arrays, Metrics, tuple[Arrays, ...]]]:
     """Returns `(params, step, batch, *variables) -> (gradients, metrics, variables)`.
 
-    Gradients are those of the mean over the complete batch, clipped, in the optimizer's placement. Floating-point
-    variables are averaged over the devices; of others every device has the same.
+    Gradients are those of the mean over the complete batch, clipped, in the optimizer's placement.
+    Floating-point variables are averaged over the devices; of others every device has the same.
     """
     replicated = PartitionSpec()
     parts_of(device_run).draws.compare(
@@ -207,45 +212,48 @@ def _only(variables: tuple[Arrays, ...]) -> Arrays:
 def _over_parts(
     count: int, batch: Any, carry: Any, compute: Callable[[Any, Any, Any], tuple[Any, Any]]
 ) -> Any:
-    """Returns the last carry and the sum of the results of `compute(carry, number, examples)` over parts of a batch."""
+    """Returns the last carry and the sum of the results
+    of `compute(carry, number, examples)` over parts of a batch."""
     if count == 1:
         return compute(carry, 0, batch)
     parts_M = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-    first = jax.tree.map(lambda x: x[0], parts_M)
-    shapes = jax.eval_shape(lambda: compute(carry, jnp.int32(0), first)[1])
 
     def add(state: Any, part: Any) -> Any:
         carry, total = state
         carry, result = compute(carry, *part)
         return (carry, jax.tree.map(jnp.add, total, result)), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros = _zero_results(compute, carry, parts_M)
     state, _ = jax.lax.scan(add, (carry, zeros), (jnp.arange(count), parts_M))
     return state
+
+
+def _zero_results(
+    compute: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, parts_M: Any
+) -> Any:
+    """Returns zeros in the shapes of the results of one part."""
+    first = jax.tree.map(lambda x: x[0], parts_M)
+    _, shapes = jax.eval_shape(functools.partial(compute, carry), jnp.int32(0), first)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _accumulate(
     device_run: DeviceRun, params: Arrays, step: jax.Array, batch: Any, variables: Arrays
 ) -> Any:
-    """Returns this device's variables, and its gradients and metrics (sum, weight), over its microbatches.
+    """Returns this device's variables, and its gradients and metrics (sum, weight),
+    over its microbatches.
 
     gradient = sum over microbatches m of weight_m * (d loss_m / d params)
     """
-    training = device_run.run.training
-    count = training.microbatches
+    count = device_run.run.training.microbatches
 
     def compute(variables: Arrays, number: Any, examples: Any) -> Any:
         key = _key_of_part(device_run, step, number, count, parts_of(device_run).draws)
-
-        def loss(params: Arrays) -> Any:
-            result = _apply(device_run, params, variables, examples, key)
-            return jnp.asarray(result.loss, jnp.float32), (_weighted(result), result.variables)
-
-        differentiated = jax.checkpoint(loss) if training.remat == "full" else loss
-        _, vjp, (sums, updated) = jax.vjp(differentiated, params, has_aux=True)
+        _, vjp, (sums, updated) = _differentiate(device_run, params, variables, examples, key)
         weight = sums["loss"][1]
-        # The backward pass begins with this part's share of the mean over the complete batch, as on one device: one
-        # that is not linear, such as a clipped cotangent, gives the same there. The gradient is that of loss * weight.
+        # The backward pass begins with this part's share of the mean over the complete batch, as on
+        # one device: one that is not linear, such as a clipped cotangent, gives the same there. The
+        # gradient is that of loss * weight.
         total_weight = jnp.maximum(all_reduce(weight, BATCH_AXES), 1e-9) * count
         (grads,) = vjp(weight / total_weight)
         # Microbatches are summed in float32, whatever the type of the reduction over devices.
@@ -253,6 +261,21 @@ def _accumulate(
         return updated, (scaled, sums)
 
     return _over_parts(count, batch, variables, compute)
+
+
+def _differentiate(
+    device_run: DeviceRun, params: Arrays, variables: Arrays, examples: Any, key: jax.Array
+) -> Any:
+    """Returns the loss of some examples, its vector-Jacobian product by the parameters,
+    and `(metrics, variables)`."""
+
+    def loss(params: Arrays) -> Any:
+        result = _apply(device_run, params, variables, examples, key)
+        return jnp.asarray(result.loss, jnp.float32), (_weighted(result), result.variables)
+
+    remat = device_run.run.training.remat
+    differentiated = jax.checkpoint(loss) if remat == "full" else loss
+    return jax.vjp(differentiated, params, has_aux=True)
 
 
 def _apply(
@@ -304,7 +327,8 @@ def _reduce(device_run: DeviceRun, grads: Arrays) -> Arrays:
 
 
 def _averaged(variables: Arrays) -> Arrays:
-    """Averages floating-point variables over the devices, each of which has seen its own examples."""
+    """Averages floating-point variables over the devices, each of
+    which has seen its own examples."""
     floating = {name: x for name, x in variables.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     count = all_reduce(jnp.ones(()), BATCH_AXES)
     sums = all_reduce({name: x.astype(jnp.float32) for name, x in floating.items()}, BATCH_AXES)
@@ -313,7 +337,8 @@ def _averaged(variables: Arrays) -> Arrays:
 
 
 def evaluation_parts(device_run: DeviceRun) -> int:
-    """Returns in how many parts a device evaluates a held-out batch: none has more examples than a microbatch."""
+    """Returns in how many parts a device evaluates a held-out batch: none has more examples
+    than a microbatch."""
     parts = parts_of(device_run)
     microbatches = device_run.run.training.microbatches
     if parts.held_out is None or microbatches == 1:
@@ -325,7 +350,8 @@ def evaluation_parts(device_run: DeviceRun) -> int:
 
 
 def build_evaluation(device_run: DeviceRun) -> Any:
-    """Returns `(params, batch, *variables) -> metrics`, jitted, each metric (sum, weight) over the complete batch."""
+    """Returns `(params, batch, *variables) -> metrics`, jitted, each metric (sum, weight)
+    over the complete batch."""
     compute_dtype = device_run.run.training.compute_dtype
     draws = parts_of(device_run).eval_draws
     count = evaluation_parts(device_run)
@@ -347,12 +373,14 @@ def build_evaluation(device_run: DeviceRun) -> Any:
 
 
 def check_mean(device_run: DeviceRun, batch: Any) -> None:
-    """Compares loss and gradient of some examples with the means of their halves, each what a device has of a batch.
+    """Compares loss and gradient of some examples with the means
+    of their halves, each what a device has of a batch.
 
-    batch: the first one, on the devices. The step takes the mean of what the parts of a batch give, so the loss has to
-    be one, weighted by the metric `weight`. Raises ConfigError for a loss that is a sum over the examples, and for one
-    that depends on which examples are together (batch statistics, pairs), unless its author has said so. A loss that
-    communicates over the batch axes itself is that of the complete batch, and is not compared.
+    batch: the first one, on the devices. The step takes the mean of what the parts of a batch give,
+    so the loss has to be one, weighted by the metric `weight`. Raises ConfigError for a loss that
+    is a sum over the examples, and for one that depends on which examples are together (batch
+    statistics, pairs), unless its author has said so. A loss that communicates over the batch axes
+    itself is that of the complete batch, and is not compared.
     """
     microbatches = device_run.run.training.microbatches
     count = device_run.layout.shape.over(BATCH_AXES) * microbatches
@@ -384,7 +412,8 @@ class _Part(NamedTuple):
 class _Halves:
     """The first examples of a batch in two halves, whose loss is measured together and of each.
 
-    Every device computes the same examples, so gradients are those of one device times the devices that sum them.
+    Every device computes the same examples,
+    so gradients are those of one device times the devices that sum them.
     """
 
     device_run: DeviceRun
@@ -443,7 +472,8 @@ class _Halves:
             weight = _weighted(result)["loss"][1]
             return jnp.asarray(result.loss, jnp.float32), weight
 
-        # A half is half of the examples: a backward pass that is not linear gets what the step gives it.
+        # A half is half of the examples: a backward pass
+        # that is not linear gets what the step gives it.
         value, vjp, weight = jax.vjp(loss, params, has_aux=True)
         (gradient,) = vjp(jnp.float32(count / 2))
         scaled = {name: g.astype(jnp.float32) * 2 / count for name, g in gradient.items()}
@@ -467,14 +497,16 @@ def _close(a: float, b: float) -> bool:
 
 
 class _Comparison(NamedTuple):
-    """Loss of two halves together, of each, and the weighted mean of these; and how far the gradients differ."""
+    """Loss of two halves together, of each, and the weighted mean of these;
+    and how far the gradients differ."""
 
     both: float
     first: float
     second: float
     mean: float
     relative: float
-    """Norm of the difference of the gradient and the mean of those of the halves, over the largest norm."""
+    """Norm of the difference of the gradient and the mean of those of the halves,
+    over the largest norm."""
 
     @property
     def is_finite(self) -> bool:
@@ -487,12 +519,14 @@ class _Comparison(NamedTuple):
         return _close(self.both, self.mean)
 
     def is_sum(self, halves: _Halves) -> bool:
-        """Returns whether the loss is a sum over the examples, of which some terms may be shared by all."""
+        """Returns whether the loss is a sum over the examples,
+        of which some terms may be shared by all."""
         if self.is_mean:
             return False
         if _close(self.both, self.first + self.second):
             return True
-        # A sum and something that all examples share, such as a penalty: an example adds the same to any others.
+        # A sum and something that all examples share, such
+        # as a penalty: an example adds the same to any others.
         added_to_second = self.both - self.second
         added_to_itself = float(halves.measure(0, 0).loss) - self.first
         is_above_rounding = abs(added_to_itself) > _CLOSE * abs(self.both)
@@ -528,7 +562,8 @@ def _compare(halves: _Halves) -> _Comparison:
 def _compare_halves(device_run: DeviceRun, batch: Any, count: int) -> str:
     """Returns what the loss of two parts of a batch is, in words. count: parts of the batch.
 
-    Raises ConfigError for a loss that is not a mean, unless its author has said that it is over a device's examples.
+    Raises ConfigError for a loss that is not a mean, unless its author has said that it is
+    over a device's examples.
     """
     parts = parts_of(device_run)
     examples = parts.source.batch_size // count
@@ -543,26 +578,32 @@ def _compare_halves(device_run: DeviceRun, batch: Any, count: int) -> str:
             f"{found.relative:.1g} of their size"
         )
     figures = (
-        f"at the first batch it is {found.both:.6g} for {2 * examples} examples, and {found.first:.6g} and "
-        f"{found.second:.6g} for its halves, whose mean is {found.mean:.6g}; its gradient differs from the mean of "
-        f"theirs by {found.relative:.2g} of its size"
+        f"at the first batch it is {found.both:.6g} for {2 * examples} examples, and "
+        f"{found.first:.6g} and {found.second:.6g} for its halves, whose mean is {found.mean:.6g}; "
+        f"its gradient differs from the mean of theirs by {found.relative:.2g} of its size"
     )
     local = f"the {examples} of {parts.source.batch_size} examples of a batch that a device has"
     if found.is_sum(halves):
         raise ConfigError(
             f"a loss that is a sum over {local}",
-            f"{figures}. The step takes the mean of what the parts of a batch give: on another mesh this loss and its "
-            "gradients would have another size",
-            "the mean over the examples: .mean() instead of .sum(), or the sum divided by x.shape[0]",
+            f"{figures}. The step takes the mean of what the parts of a batch give: on another "
+            "mesh this loss and its gradients would have another size",
+            "the mean over the examples: .mean() instead of .sum(), or the sum divided by "
+            "x.shape[0]",
         )
     if parts.local_batch:
-        return f"the loss is over each device's examples, as mw.wrap(local_batch=True) has it: {figures}"
-    fix = 'x = jax.lax.all_gather(x, ("data", "fsdp"), tiled=True) in the loss, for what it compares or averages'
+        return (
+            "the loss is over each device's examples, as mw.wrap(local_batch=True) has it: "
+            f"{figures}"
+        )
+    gather = 'x = jax.lax.all_gather(x, ("data", "fsdp"), tiled=True)'
+    fix = f"{gather} in the loss, for what it compares or averages"
     if device_run.run.training.microbatches > 1:
         fix += ", with --training.microbatches 1"
     raise ConfigError(
         f"a loss that depends on which examples are together, over {local}",
-        f"{figures}. The step takes the mean of what the parts of a batch give, so statistics of a batch, pairs of "
-        "examples and functions of a mean have other gradients on another mesh",
-        f"{fix}; or mw.wrap(..., local_batch=True), for a loss that is meant to be over a device's own examples",
+        f"{figures}. The step takes the mean of what the parts of a batch give, so statistics of a "
+        "batch, pairs of examples and functions of a mean have other gradients on another mesh",
+        f"{fix}; or mw.wrap(..., local_batch=True), for a loss that is meant to be over a device's "
+        "own examples",
     )

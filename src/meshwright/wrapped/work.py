@@ -28,8 +28,8 @@ def forward_flops_of_loss(model: Any, seq: int) -> dict[str, float]:
 def work_of_loss(model: Any, placed: PlacedRun) -> Work:
     """Returns the work of a microbatch on a device.
 
-    A matmul whose parameter is split over `tensor` is divided by its degree; all others count in full.
-    Raises ConfigError for a loss that does not take as many examples.
+    A matmul whose parameter is split over `tensor` is divided by its degree; all others count in
+    full. Raises ConfigError for a loss that does not take as many examples.
     """
     parts = model.parts
     training = placed.run.training
@@ -38,26 +38,14 @@ def work_of_loss(model: Any, placed: PlacedRun) -> Work:
         held_out = examples if parts.held_out is not None else 0
         check_rows(parts, examples, held_out)
     function, arguments = parts.traced(True, examples)
-
-    def residuals(params: Any, *others: Any) -> list[Any]:
-        _, backward = jax.vjp(lambda params: function(params, *others)[0], params)
-        inputs = {id(x) for x in jax.tree.leaves((params, others))}
-        return [x for x in jax.tree.leaves(backward) if id(x) not in inputs]
-
-    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    matmuls: list[Matmul] = []
-    over_tensor = 0.0
-    for equation, origins, times in uses(jaxpr, parts.origins(jaxpr)):
-        matmul, sent_bytes = _local_matmul(equation, origins, times, placed)
-        over_tensor += sent_bytes
-        if matmul is not None:
-            matmuls.append(matmul)
+    matmuls, over_tensor = _local_matmuls(parts, function, arguments, placed)
+    batch_bytes = _bytes(arguments[2]) * training.microbatches
     return Work(
         tokens=examples,
         layers=0,
         halves=0,
         width=0,
-        matmuls=tuple(matmuls),
+        matmuls=matmuls,
         unembedding=_NONE,
         attention=0,
         scores=0,
@@ -66,16 +54,43 @@ def work_of_loss(model: Any, placed: PlacedRun) -> Work:
         experts=0,
         expert_rows=0,
         expert_layers=0,
-        kept_bytes=_bytes(jax.eval_shape(residuals, *arguments)),
-        input_bytes=_bytes(arguments[2]) * training.microbatches + _bytes(parts.variables),
+        kept_bytes=_residual_bytes(function, arguments),
+        input_bytes=batch_bytes + _bytes(parts.variables),
         over_tensor=over_tensor,
     )
+
+
+def _residual_bytes(function: Any, arguments: Any) -> float:
+    """Returns the bytes that the backward pass reads, the loss's arguments excepted."""
+
+    def residuals(params: Any, *others: Any) -> list[Any]:
+        _, backward = jax.vjp(lambda params: function(params, *others)[0], params)
+        inputs = {id(x) for x in jax.tree.leaves((params, others))}
+        return [x for x in jax.tree.leaves(backward) if id(x) not in inputs]
+
+    return _bytes(jax.eval_shape(residuals, *arguments))
+
+
+def _local_matmuls(
+    parts: Any, function: Any, arguments: Any, placed: PlacedRun
+) -> tuple[tuple[Matmul, ...], float]:
+    """Returns the matmuls of a device, and the bytes that `tensor` sums for them in a step."""
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    matmuls: list[Matmul] = []
+    over_tensor = 0.0
+    for equation, origins, times in uses(jaxpr, parts.origins(jaxpr)):
+        matmul, sent_bytes = _local_matmul(equation, origins, times, placed)
+        over_tensor += sent_bytes
+        if matmul is not None:
+            matmuls.append(matmul)
+    return tuple(matmuls), over_tensor
 
 
 def _local_matmul(
     equation: Any, origins: Any, times: float, placed: PlacedRun
 ) -> tuple[Matmul | None, float]:
-    """Returns the matmul of an equation on one device, and the bytes that `tensor` sums for it in a step.
+    """Returns the matmul of an equation on one device,
+    and the bytes that `tensor` sums for it in a step.
 
     origins: parameters that the equation reads, or None for each input that is not one.
     """
@@ -89,7 +104,8 @@ def _local_matmul(
         if not split_dims:
             continue
         matmul = matmul_of(equation, times / placed.layout.shape.tensor)
-        # Rows of a pair of matrices need a sum of the result forward, columns one of the input backward.
+        # Rows of a pair of matrices need a sum of the result forward, columns one
+        # of the input backward.
         is_split_by_rows = split_dims[0] in contracted_dims[side]
         summed = equation.outvars[0] if is_split_by_rows else equation.invars[1 - side]
         sent_bytes += times * summed.aval.size * summed.aval.dtype.itemsize
@@ -109,7 +125,8 @@ def _split_dims(origin: Origin | None, placed: PlacedRun) -> list[int]:
 
 
 def matmul_of(equation: Any, times: float) -> Matmul | None:
-    """Returns a product or convolution as the matmul that takes as long; None for other operations."""
+    """Returns a product or convolution as the matmul that takes as long;
+    None for other operations."""
     name = equation.primitive.name
     params = equation.params
     if name == "dot_general":

@@ -1,8 +1,9 @@
 """Liveness of a compiled program's buffers, and the peak of temporary memory.
 
-A scheduled program fixes the order of its instructions, so a buffer is live from the instruction that defines it to
-the last that reads it, through tuples and loops. If XLA provides its buffer assignment (CPU and GPU), sizes and offsets
-are its own and buffers that share memory are counted once; otherwise (TPU) sizes are those of the shapes.
+A scheduled program fixes the order of its instructions, so a buffer is live from the instruction
+that defines it to the last that reads it, through tuples and loops. If XLA provides its buffer
+assignment (CPU and GPU), sizes and offsets are its own and buffers that share memory are counted
+once; otherwise (TPU) sizes are those of the shapes.
 """
 
 import dataclasses
@@ -44,7 +45,8 @@ class BufferAssignment:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields the number and the value of every field of a serialised message, whose schema is not needed for it."""
+    """Yields the number and the value of every field of a serialised message,
+    whose schema is not needed for it."""
     for field in UnknownFieldSet(Empty.FromString(data)):
         yield field.field_number, field.data
 
@@ -58,7 +60,8 @@ def _messages(data: bytes, number: int) -> list[bytes]:
 
 
 def read_assignment(assignment: bytes, module: bytes) -> BufferAssignment:
-    """Reads a serialised BufferAssignmentProto and HloModuleProto (xla/service/hlo.proto gives the field numbers)."""
+    """Reads a serialised BufferAssignmentProto and HloModuleProto (xla/service/hlo.proto gives
+    the field numbers)."""
     names: dict[int, str] = {}
     for computation in _messages(module, 3):
         for instruction in _messages(computation, 2):
@@ -104,7 +107,8 @@ class Buffer:
 
 
 class _Clock:
-    """Start and end of every instruction that runs, in steps of the schedule; a loop's body lies within its loop."""
+    """Start and end of every instruction that runs, in steps of the schedule;
+    a loop's body lies within its loop."""
 
     def __init__(self, module: Module):
         self.starts: dict[Instruction, int] = {}
@@ -164,8 +168,9 @@ def _estimated_buffers(clock: _Clock, instructions: Iterable[Instruction]) -> It
 
 
 _NO_MEMORY = re.compile(
-    "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all|partition-id|replica-id"
-    "|opt-barrier|(copy|all-gather|all-reduce|collective-permute|async|call)-done|(async|call)-update"
+    "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all"
+    "|partition-id|replica-id|opt-barrier"
+    "|(copy|all-gather|all-reduce|collective-permute|async|call)-done|(async|call)-update"
 )
 """Opcodes whose result takes no memory of its own."""
 
@@ -188,7 +193,8 @@ def _leaves(shape: Shape, prefix: Index = ()) -> Iterator[tuple[Index, Array]]:
 
 
 def _live_range(clock: _Clock, value: _Place) -> tuple[int, int]:
-    """Returns the first and last moment at which the value, or a tuple or loop that carries it, is accessed."""
+    """Returns the first and last moment at which the value,
+    or a tuple or loop that carries it, is accessed."""
     start, end = clock.starts[value[0]], clock.ends[value[0]]
     pending = [value]
     visited: set[_Place] = set()
@@ -248,7 +254,8 @@ def _forwarded(user: Instruction, operand: int, index: Index) -> Iterator[_Place
 
 
 def op_names_written_into(buffer: Buffer) -> Iterator[str]:
-    """Yields JAX's names of the operations that a loop writes into a buffer it carries, such as saved activations."""
+    """Yields JAX's names of the operations that a loop writes
+    into a buffer it carries, such as saved activations."""
     pending: list[_Place] = [(buffer.instruction, buffer.index)]
     for _ in range(20):
         if not pending:

@@ -1,13 +1,16 @@
-"""Collective instructions: their kind, the devices of a group, the bytes they move, and what runs meanwhile.
+"""Collective instructions: their kind, the devices of a group, the bytes they move,
+and what runs meanwhile.
 
-XLA writes replica groups in three ways: as a list (`{{0,1},{2,3}}`), as a reshaped and transposed iota
-(`[2,4]<=[4,2]T(1,0)`), or as axes of a mesh (`mesh['a'=4,'b'=2] {'b'}`). All are expanded to sets of device numbers,
-which are compared with every subset of the mesh axes. Device i is the i-th of `mesh.devices.flat`.
+XLA writes replica groups in three ways: as a list (`{{0,1},{2,3}}`), as a reshaped and transposed
+iota (`[2,4]<=[4,2]T(1,0)`), or as axes of a mesh (`mesh['a'=4,'b'=2] {'b'}`). All are expanded to
+sets of device numbers, which are compared with every subset of the mesh axes. Device i is the i-th
+of `mesh.devices.flat`.
 
-An asynchronous collective is a pair of a start and a done, between which other work runs. XLA writes them as opcodes of
-their own (`all-gather-start`), as an asynchronous computation (`async-start`), as a call on another core (`call-start`,
-`custom-call-start`) or, on some TPUs, as fusions named `async-collective-start`. A start on another core may come
-without operands; an update then passes them, and begins the transfer.
+An asynchronous collective is a pair of a start and a done, between which other work runs. XLA
+writes them as opcodes of their own (`all-gather-start`), as an asynchronous computation
+(`async-start`), as a call on another core (`call-start`, `custom-call-start`) or, on some TPUs, as
+fusions named `async-collective-start`. A start on another core may come without operands; an update
+then passes them, and begins the transfer.
 """
 
 import itertools
@@ -33,7 +36,8 @@ COLLECTIVE_KINDS = (
     "collective-broadcast",
 )
 
-# TPU slices exchange data through their hosts (MegaScale): a `send` carries the collective's kind and devices.
+# TPU slices exchange data through their hosts (MegaScale): a `send` carries the collective's
+# kind and devices.
 _MEGASCALE_KIND = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _MEGASCALE_DEVICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
 
@@ -54,7 +58,8 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def collective_in(instruction: Instruction) -> Instruction | None:
-    """Returns the collective that an instruction is, or the one inside its fusion or asynchronous computation."""
+    """Returns the collective that an instruction is,
+    or the one inside its fusion or asynchronous computation."""
     if _is_collective(instruction):
         return instruction
     if instruction.opcode not in ("fusion", "custom-call") and not instruction.opcode.endswith(
@@ -65,7 +70,8 @@ def collective_in(instruction: Instruction) -> Instruction | None:
 
 
 COLLECTIVE_TEXT = re.compile(
-    r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
+    r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
+    r"(?:-start)?\("
     r"|\b(?:replica_groups|source_target_pairs)=|_xla_megascale_transfer_type|OFFLOAD_COLLECTIVE"
     r'|"has_communication":true|nccl|nvshmem|mpi_all',
     re.IGNORECASE,
@@ -74,7 +80,8 @@ COLLECTIVE_TEXT = re.compile(
 
 
 def looks_collective(instruction: Instruction) -> bool:
-    """Whether an instruction may move bytes between devices; the ends of asynchronous ones are left out."""
+    """Whether an instruction may move bytes between devices;
+    the ends of asynchronous ones are left out."""
     if instruction.opcode.endswith(("-done", "-update")) or instruction.opcode == "recv":
         return False  # their start or send counts
     text = instruction.attribute_text
@@ -87,7 +94,8 @@ def looks_collective(instruction: Instruction) -> bool:
 def group_of(
     instruction: Instruction, mesh: dict[str, int] | None
 ) -> tuple[Groups, tuple[str, ...] | None]:
-    """Returns the groups of devices that exchange bytes, and the mesh axes they span (None if they span no product).
+    """Returns the groups of devices that exchange bytes,
+    and the mesh axes they span (None if they span no product).
 
     mesh: degree of each axis, outermost first, in the order of the program's devices.
     """
@@ -103,7 +111,8 @@ def group_of(
 
 
 def group_label(groups: Groups, axes: tuple[str, ...] | None) -> str:
-    """Names the devices that exchange bytes: `fsdp+tensor`, or `8 devices` if they span no product of mesh axes."""
+    """Names the devices that exchange bytes: `fsdp+tensor`,
+    or `8 devices` if they span no product of mesh axes."""
     return "+".join(axes) if axes else f"{max(len(group) for group in groups)} devices"
 
 
@@ -114,9 +123,11 @@ def payload_of(
     axes: str = "",
     sent_rows: Mapping[str, int] | None = None,
 ) -> int:
-    """Returns the payload in bytes: the whole gathered or reduced array of one group, or the block one device sends.
+    """Returns the payload in bytes: the whole gathered or reduced array of one group,
+    or the block one device sends.
 
-    axes: label of the group.  sent_rows: rows that a ragged all-to-all sends of its buffer, by that label, or all.
+    axes: label of the group.
+    sent_rows: rows that a ragged all-to-all sends of its buffer, by that label, or all.
     """
     # The other operands of a ragged all-to-all are the output buffer, offsets and sizes.
     operands = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
@@ -132,7 +143,8 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 def expand(text: str, num_devices: int) -> Groups:
-    """Expands the text of replica groups; an empty list is one group of all `num_devices` devices."""
+    """Expands the text of replica groups;
+    an empty list is one group of all `num_devices` devices."""
     text = text.strip()
     if (match := _MESH.match(text)) is not None:
         return _expand_mesh(match[1], match[2], match[3])
@@ -155,7 +167,8 @@ def _rows(array: np.ndarray) -> Groups:
 
 
 def _expand_mesh(axes: str, ids: str | None, grouped: str) -> Groups:
-    """Expands groups over some axes of a mesh. axes: degrees of all axes; ids: order of the devices."""
+    """Expands groups over some axes of a mesh. axes: degrees of all axes;
+    ids: order of the devices."""
     wanted = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped)
     shape: list[int] = []
     grouped_dims: list[int] = []
@@ -177,11 +190,13 @@ def _expand_mesh(axes: str, ids: str | None, grouped: str) -> Groups:
 
 
 def axes_of_groups(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...] | None:
-    """Finds the smallest set of mesh axes whose groups these are, in the mesh's order; None if there is none.
+    """Finds the smallest set of mesh axes whose groups these are, in the mesh's order;
+    None if there is none.
 
-    Groups over part of an axis, as where the axis crosses slices or dimensions of a torus, are named `data within 4`
-    (4 neighbours along the axis), `data between 2` (the devices at equal places of its 2 parts), or `data between 2
-    within 8` (those of the 2 halves of each 8 neighbours).
+    Groups over part of an axis, as where the axis crosses slices or dimensions of a torus, are
+    named `data within 4` (4 neighbours along the axis), `data between 2` (the devices at equal
+    places of its 2 parts), or `data between 2 within 8` (those of the 2 halves of each 8
+    neighbours).
     mesh: degree of each axis, outermost first.
     """
     whole = _whole_axes(groups, mesh)
@@ -225,7 +240,8 @@ def _whole_axes(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...] | None:
 
 
 def axes_of_pairs(pairs: Groups, mesh: dict[str, int]) -> tuple[str, ...] | None:
-    """Finds the axes along which a collective-permute's (source, target) pairs move; None if one leaves the mesh."""
+    """Finds the axes along which a collective-permute's (source, target) pairs move;
+    None if one leaves the mesh."""
     names, shape = list(mesh), list(mesh.values()) or [1]
     moved: set[str] = set()
     for source, target in pairs:
@@ -291,7 +307,8 @@ def start_of(instruction: Instruction) -> Instruction | None:
 
 
 def transfer_start(start: Instruction) -> Instruction:
-    """Returns the instruction that begins a transfer: the start, or the update that passes its operands."""
+    """Returns the instruction that begins a transfer: the start,
+    or the update that passes its operands."""
     updates = (
         user for user in start.users if user.opcode.endswith("-update") and len(user.operands) > 1
     )

@@ -1,8 +1,9 @@
 """FLOPs of a compiled program: of its matrix products, convolutions, and custom calls.
 
-A program's text shows no computation of a custom call, a kernel or library routine. The FLOPs of matrix products and of
-attention follow from the shapes of operands and results, those of other Pallas kernels from the `cost_estimate` of
-their author. A custom call of neither kind is `unknown`: it is named, not guessed.
+A program's text shows no computation of a custom call, a kernel or library routine. The FLOPs of
+matrix products and of attention follow from the shapes of operands and results, those of other
+Pallas kernels from the `cost_estimate` of their author. A custom call of neither kind is `unknown`:
+it is named, not guessed.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from xlacensus.hlo.parser import Array, Computation, Instruction, Module, arrays
 from xlacensus.hlo.scopes import Phase, phase_of, scopes_of
 
 Rate = Literal["bf16", "fp8", "int8", "mxfp8"]
-"""Peak of a chip at which a product runs; wider types than bfloat16 count as bfloat16, which is never slower."""
+"""Peak of a chip at which a product runs;
+wider types than bfloat16 count as bfloat16, which is never slower."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,8 @@ class KernelWork:
     """Work of one execution of a custom call."""
 
     kind: Literal["matmul", "grouped matmul", "attention", "priced", "memory", "hint", "unknown"]
-    """`priced`: FLOPs as its author estimates them; `memory`: no products; `hint`: costs nothing."""
+    """`priced`: FLOPs as its author estimates them; `memory`: no products;
+    `hint`: costs nothing."""
     name: str
     flops: float = 0.0
     """FLOPs of the products, attention's over all pairs of query and key."""
@@ -38,8 +41,9 @@ class KernelWork:
 _MOSAIC, _TRITON = "tpu_custom_call", "__gpu$xla.gpu.triton"
 """Targets of Pallas kernels, whose own name is in the scope of the call."""
 _HINTS = re.compile(
-    "AllocateBuffer|ConcatBitcast|Sharding|AssumeGatherIndicesInBound|SPMDFullToShardShape|SPMDShardToFullShape"
-    "|LayoutConstraint|annotate_device_placement|MoveToHost|MoveToDevice|PinToDevice|X64SplitLow|X64SplitHigh"
+    "AllocateBuffer|ConcatBitcast|Sharding|AssumeGatherIndicesInBound"
+    "|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint|annotate_device_placement"
+    "|MoveToHost|MoveToDevice|PinToDevice|X64SplitLow|X64SplitHigh"
     "|X64Combine|AsyncCollectiveStart|AsyncCollectiveDone"
 )
 """Targets of custom calls that cost nothing."""
@@ -60,7 +64,8 @@ def kernel_work(instruction: Instruction) -> KernelWork:
     given = instruction.operand_arrays
     results = list(arrays_of(instruction.shape))
     if target.startswith("__cudnn$fmha"):
-        # q [B, T, N, H] and k [B, S, K, H]; the forward kernel has two products, the backward kernel five.
+        # q [B, T, N, H] and k [B, S, K, H];
+        # the forward kernel has two products, the backward kernel five.
         products = 5 if "Backward" in target else 2
         flops = products * 2.0 * given[0].elements * given[1].dims[1]
         return KernelWork("attention", name, flops, rate_of(given[:2]))
@@ -109,14 +114,16 @@ class Skipped:
     """Parts of their operands that kernels skip, which the shapes do not show."""
 
     causal_fraction: float = 0.5
-    """Fraction of the key positions that attention reads: 1/2 for causal attention, less with a sliding window.
+    """Fraction of the key positions that attention reads: 1/2 for causal attention, less
+    with a sliding window.
 
     It is used where a kernel's own scope, `visible_FRACTION` in its name, states none.
     """
     group_fraction: float = 1.0
     """Fraction of the rows of a grouped matmul's buffer that belong to a group."""
     sent_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Rows that a ragged all-to-all sends of its buffer, by the label of its axes; where there is none all."""
+    """Rows that a ragged all-to-all sends of its buffer, by the label of its axes;
+    where there is none all."""
 
 
 ALL_ROWS = Skipped()
@@ -124,7 +131,8 @@ ALL_ROWS = Skipped()
 
 
 def computed_flops(work: KernelWork, instruction: Instruction, skipped: Skipped) -> float:
-    """Returns the FLOPs of a kernel without what it skips: hidden blocks of attention, rows that belong to no group."""
+    """Returns the FLOPs of a kernel without what it skips: hidden blocks
+    of attention, rows that belong to no group."""
     if work.kind == "attention":
         stated = re.findall(r"visible_([0-9.]+)", instruction.op_name)
         return work.flops * (float(stated[-1]) if stated else skipped.causal_fraction)
@@ -140,7 +148,8 @@ def rate_of(operands: Iterable[Array]) -> Rate:
 
 
 def is_call(instruction: Instruction) -> bool:
-    """Whether an instruction runs code that the text does not contain: a custom call without a computation."""
+    """Whether an instruction runs code that the text does not contain: a custom call
+    without a computation."""
     return instruction.opcode in ("custom-call", "custom-call-start") and not instruction.called
 
 
@@ -149,10 +158,12 @@ def _is_floating(array: Array) -> bool:
 
 
 def _grouped_flops(factors: list[Array], results: list[Array]) -> float | None:
-    """Counts the FLOPs of a grouped matmul over all rows of its buffer; None if the shapes are of another operation.
+    """Counts the FLOPs of a grouped matmul over all rows of its buffer;
+    None if the shapes are of another operation.
 
-    Rows [M, K] times the weights [E, K, N] or [E, N, K] of E groups give [M, N]; for the gradient of the weights, rows
-    [M, K] or [K, M] and [M, N] give [E, K, N]. Every row belongs to one group, so that E does not enter.
+    Rows [M, K] times the weights [E, K, N] or [E, N, K] of E groups give [M, N]; for the gradient
+    of the weights, rows [M, K] or [K, M] and [M, N] give [E, K, N]. Every row belongs to one group,
+    so that E does not enter.
     """
     if len(factors) < 2 or not results:
         return None
@@ -177,7 +188,8 @@ def _grouped_flops(factors: list[Array], results: list[Array]) -> float | None:
 
 
 _ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Matrix products in each kernel of splash and flash attention; the backward kernels compute the scores again.
+"""Matrix products in each kernel of splash and flash attention;
+the backward kernels compute the scores again.
 
 A fused backward kernel, named dkv, has a fifth for the gradients of the queries, its third result.
 """
@@ -186,9 +198,11 @@ A fused backward kernel, named dkv, has a fifth for the gradients of the queries
 def _attention_flops(
     instruction: Instruction, blocks: list[Array], results: list[Array]
 ) -> float | None:
-    """Counts the FLOPs of a TPU attention kernel over all keys; None if the shapes are of another operation.
+    """Counts the FLOPs of a TPU attention kernel over all keys;
+    None if the shapes are of another operation.
 
-    blocks: its floating-point operands of rank three or more, first the queries [.., T, H], then the keys [.., S, H].
+    blocks: its floating-point operands of rank three
+    or more, first the queries [.., T, H], then the keys [.., S, H].
     """
     if len(blocks) < 2 or blocks[0].dims[-1] != blocks[1].dims[-1]:
         return None
@@ -199,7 +213,8 @@ def _attention_flops(
 
 
 def _product_flops(instruction: Instruction, given: list[Array], out: Array) -> float:
-    # For A [.., m, k], B [.., k, n] and C [.., m, n] the sizes multiply to (m k)(k n)(m n) = (m n k)^2.
+    # For A [.., m, k], B [.., k, n] and C [.., m, n] the sizes multiply
+    # to (m k)(k n)(m n) = (m n k)^2.
     batch = re.search(r'"lhs_batch_dimensions":\[([^\]]*)\]', instruction.attribute_text)
     batches = math.prod(
         given[0].dims[int(d)] for d in re.findall(r"\d+", batch[1] if batch else "")
@@ -211,16 +226,19 @@ def _product_flops(instruction: Instruction, given: list[Array], out: Array) -> 
 def convolution_flops(
     instruction: Instruction, left: Sequence[int], right: Sequence[int], out: Sequence[int]
 ) -> float:
-    """Counts the FLOPs of a convolution from its `dim_labels` and `window`: the positions at which a kernel meets data.
+    """Counts the FLOPs of a convolution from its `dim_labels` and `window`: the positions
+    at which a kernel meets data.
 
-        FLOPs = 2 x batch x output features x input features x product over spatial dimensions of pairs(dimension)
+        FLOPs = 2 x batch x output features x input features x product
+        over spatial dimensions of pairs(dimension)
 
-    A TPU writes batched and per-head matrix products as convolutions in which most pairs of output and kernel positions
-    read padding, or a hole of a dilation: those are not counted.
+    A TPU writes batched and per-head matrix products as convolutions in which most pairs of output
+    and kernel positions read padding, or a hole of a dilation: those are not counted.
 
     left, right, out: dimensions of input, kernel and output.
     """
-    # `dim_labels=b0f_0io->b0f` names the dimensions of input, kernel and output: batch, features, spatial by number.
+    # `dim_labels=b0f_0io->b0f` names the dimensions of input, kernel
+    # and output: batch, features, spatial by number.
     operand_labels, _, out_labels = instruction.attributes["dim_labels"].partition("->")
     left_labels, right_labels = operand_labels.split("_")
     batch = out[out_labels.index("b")]
@@ -241,7 +259,8 @@ def convolution_flops(
 
 
 def _window_of(instruction: Instruction) -> dict[str, list[int]]:
-    """Parses a convolution's window, `{size=3x3 pad=1_1x1_1 stride=2x2}`; of paddings, the one before the data."""
+    """Parses a convolution's window, `{size=3x3 pad=1_1x1_1 stride=2x2}`;
+    of paddings, the one before the data."""
     text = instruction.attributes.get("window", "{}").strip("{}")
     window: dict[str, list[int]] = {}
     for part in text.split():
@@ -253,13 +272,15 @@ def _window_of(instruction: Instruction) -> dict[str, list[int]]:
 def _kernel_hits(
     window: Mapping[str, Sequence[int]], dimension: int, *, size: int, kernel: int, positions: int
 ) -> int:
-    """Counts the pairs of an output and a kernel position that read an element of the input, along one dimension.
+    """Counts the pairs of an output and a kernel position that read an element
+    of the input, along one dimension.
 
     Output position p and kernel position k read position
 
         p * stride + k * rhs_dilate - pad
 
-    of the dilated input, in which element e is at e * lhs_dilate, and zeros are between and around the elements.
+    of the dilated input, in which element e is at e * lhs_dilate,
+    and zeros are between and around the elements.
     """
     ones = [1] * (dimension + 1)
     zeros = [0] * (dimension + 1)
@@ -287,7 +308,8 @@ def matmul_flops(instruction: Instruction) -> float:
 
 
 def _price(instruction: Instruction, skipped: Skipped) -> tuple[float, Rate] | None:
-    """Returns the FLOPs of one execution and their peak; None of an instruction without matrix products."""
+    """Returns the FLOPs of one execution and their peak;
+    None of an instruction without matrix products."""
     if instruction.opcode in ("dot", "convolution"):
         return matmul_flops(instruction), rate_of(instruction.operand_arrays[:2])
     work = kernel_work(instruction) if is_call(instruction) else None
@@ -301,10 +323,11 @@ def _price(instruction: Instruction, skipped: Skipped) -> tuple[float, Rate] | N
 def _products(
     module: Module, skipped: Skipped, branch: Callable[..., Computation]
 ) -> Iterator[tuple[ExecutionContext, Instruction, float, Rate]]:
-    """Yields every instruction with matrix products that one execution of the program runs, with its `_price`.
+    """Yields every instruction with matrix products that one execution
+    of the program runs, with its `_price`.
 
-    branch: `max` or `min`: of the branches of a conditional that are not known, the one with the most or the fewest
-    FLOPs counts, never the sum.
+    branch: `max` or `min`: of the branches of a conditional that are not known, the one with the
+    most or the fewest FLOPs counts, never the sum.
     """
 
     @functools.cache
@@ -347,10 +370,12 @@ class CompiledMatmul:
 
 
 def read_matmuls(module: Module, skipped: Skipped = ALL_ROWS) -> list[CompiledMatmul]:
-    """Counts the FLOPs of every `dot`, `convolution` and kernel: 2 per multiply-add, times the trip counts of loops.
+    """Counts the FLOPs of every `dot`, `convolution` and kernel: 2 per multiply-add, times the
+    trip counts of loops.
 
-    Of a conditional whose branch is not known, the branch with the most FLOPs counts, and no other. A program without a
-    backward pass is one forward pass.  skipped: what kernels leave out of their operands.
+    Of a conditional whose branch is not known, the branch with the most FLOPs counts, and no other.
+    A program without a backward pass is one forward pass.
+    skipped: what kernels leave out of their operands.
     """
     totals: Counter[tuple[Phase, str]] = Counter()
     for context, instruction, flops, _ in _products(module, skipped, max):
@@ -369,8 +394,9 @@ def read_matmuls(module: Module, skipped: Skipped = ALL_ROWS) -> list[CompiledMa
 def least_flops(module: Module, skipped: Skipped = ALL_ROWS) -> dict[Rate, float]:
     """Returns the FLOPs that a step cannot avoid, by the peak they run at.
 
-    Of a conditional whose branch is not known, the branch with the fewest counts; where the frequency of some branches
-    is known, the others count as never taken.  skipped: what kernels leave out of their operands.
+    Of a conditional whose branch is not known, the branch with the fewest counts; where the
+    frequency of some branches is known, the others count as never taken.
+    skipped: what kernels leave out of their operands.
     """
     totals: Counter[Rate] = Counter()
     for context, _, flops, rate in _products(module, skipped, min):

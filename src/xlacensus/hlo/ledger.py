@@ -1,4 +1,5 @@
-"""Ledger of a compiled program's collectives: payload, mesh axes, execution count, source line and overlap of each."""
+"""Ledger of a compiled program's collectives: payload, mesh axes, execution count, source line
+and overlap of each."""
 
 import dataclasses
 import re
@@ -30,14 +31,17 @@ class LedgerEntry:
     kind: str
     """One of COLLECTIVE_KINDS."""
     axes: tuple[str, ...] | None
-    """Mesh axes that its groups span; None if the groups are no product of axes, or no mesh was given."""
+    """Mesh axes that its groups span;
+    None if the groups are no product of axes, or no mesh was given."""
     group_size: int
     payload: int
-    """Bytes of the whole array that one group gathers or reduces; the block that one device exchanges or passes on."""
+    """Bytes of the whole array that one group gathers or reduces; the block that one device
+    exchanges or passes on."""
     count: int
     """Executions in one run of the program; the trip counts of loops are multiplied."""
     exact: bool
-    """Whether the trip counts of all loops around it are known; a loop without one is counted once."""
+    """Whether the trip counts of all loops around it are known;
+    a loop without one is counted once."""
     conditional: bool
     """Whether it is inside a conditional of unknown frequency; `count` is then an upper bound."""
     operands: tuple[str, ...]
@@ -69,7 +73,8 @@ class LedgerEntry:
 
     @property
     def axes_label(self) -> str:
-        """Axes as text: `fsdp+tensor`, `8 devices` if they are unknown, `itself` for groups of one device."""
+        """Axes as text: `fsdp+tensor`, `8 devices` if they are unknown, `itself` for groups
+        of one device."""
         if self.axes is None:
             return f"{self.group_size} devices"
         return "+".join(self.axes) or "itself"
@@ -102,7 +107,8 @@ class Ledger:
     entries: tuple[LedgerEntry, ...]
     """Collectives in program order."""
     unread: tuple[str, ...] = ()
-    """Instructions that look like a collective and are not in the ledger; empty if it is complete."""
+    """Instructions that look like a collective and are not in the ledger;
+    empty if it is complete."""
 
     @classmethod
     def read(cls, program: str | Module, mesh: Mapping[str, int] | None = None) -> "Ledger":
@@ -116,7 +122,8 @@ class Ledger:
         return cls(tuple(entries), tuple(unread_collectives(module)))
 
     def traffic(self) -> list[dict[str, Any]]:
-        """Sums the ledger by kind and axes: executions, payload bytes, and bytes sent by one device."""
+        """Sums the ledger by kind and axes: executions, payload bytes,
+        and bytes sent by one device."""
         return traffic(self.entries)
 
     def __iter__(self) -> Iterator[LedgerEntry]:
@@ -154,7 +161,8 @@ def read_ledger(
     """Lists the collectives of a program, in program order.
 
     mesh: degree of each axis, outermost first, in the order of the program's devices.
-    library_files: ends of file names that are skipped when a source line is chosen, such as `collectives.py`.
+    library_files: ends of file names that are skipped
+    when a source line is chosen, such as `collectives.py`.
     sent_rows: as `Skipped` has them.
     """
     entries: list[LedgerEntry] = []
@@ -195,7 +203,8 @@ def read_ledger(
 
 
 def _chain_of(context: ExecutionContext, instruction: Instruction) -> tuple[str, ...] | None:
-    """Identifies an asynchronous collective that a v5e program prints once per piece fused with other work.
+    """Identifies an asynchronous collective that a v5e program prints once per piece fused
+    with other work.
 
     None for a collective that is printed once.
     """
@@ -207,7 +216,8 @@ def _chain_of(context: ExecutionContext, instruction: Instruction) -> tuple[str,
 
 
 def _start_of_pair(context: ExecutionContext, instruction: Instruction) -> Instruction | None:
-    """Returns the start of an asynchronous collective: its own, or that of the computation around it; else None."""
+    """Returns the start of an asynchronous collective: its own,
+    or that of the computation around it; else None."""
     if instruction.opcode.endswith("-start"):
         return instruction
     wrappers = filter(is_wrapper, reversed(context.callers))
@@ -215,7 +225,8 @@ def _start_of_pair(context: ExecutionContext, instruction: Instruction) -> Instr
 
 
 def _is_fused_scatter(context: ExecutionContext) -> bool:
-    """Whether a collective is in a fusion of an all-reduce and a slice, as which older TPUs reduce and scatter."""
+    """Whether a collective is in a fusion of an all-reduce and a slice,
+    as which older TPUs reduce and scatter."""
     fusions = [caller for caller in context.callers if caller.opcode == "fusion"]
     return any(
         body.name.startswith("all-reduce-scatter") for fusion in fusions for body in fusion.called
@@ -223,7 +234,8 @@ def _is_fused_scatter(context: ExecutionContext) -> bool:
 
 
 def _line_of(stack: Sequence[Frame], library_files: tuple[str, ...]) -> str:
-    """Returns FILE:LINE that called for a movement: the innermost outside of libraries, if the program records one."""
+    """Returns FILE:LINE that called for a movement: the innermost outside of libraries,
+    if the program records one."""
     for frame in stack:
         if not frame.file.endswith(library_files):
             return frame.location
@@ -231,10 +243,12 @@ def _line_of(stack: Sequence[Frame], library_files: tuple[str, ...]) -> str:
 
 
 def unread_collectives(module: Module) -> list[str]:
-    """Lists the instructions that look like a collective and are not in the ledger; empty if it is complete.
+    """Lists the instructions that look like a collective and are not in the ledger;
+    empty if it is complete.
 
-    Candidates are all instructions of the text, reached by the walk or not, and lines that the parser does not
-    understand: opcodes of collectives, replica groups, offloaded collectives, kernels that communicate.
+    Candidates are all instructions of the text, reached by the walk or not, and lines that the
+    parser does not understand: opcodes of collectives, replica groups, offloaded collectives,
+    kernels that communicate.
     """
     entered: set[Instruction] = set()
     for context, instruction in walk(module):
@@ -249,9 +263,11 @@ def unread_collectives(module: Module) -> list[str]:
 
 
 def _nearest_stack(context: ExecutionContext, instruction: Instruction) -> tuple[Frame, ...]:
-    """Returns the instruction's Python stack, or that of a neighbour if the compiler inserted it without one.
+    """Returns the instruction's Python stack,
+    or that of a neighbour if the compiler inserted it without one.
 
-    Neighbours are what it moves and what takes it, also around the fusion or asynchronous computation that contains it.
+    Neighbours are what it moves and what takes it, also around the fusion or asynchronous
+    computation that contains it.
     """
     around = [instruction, *instruction.operands, *instruction.users]
     start = context.callers[-1] if context.callers else instruction
@@ -262,7 +278,8 @@ def _nearest_stack(context: ExecutionContext, instruction: Instruction) -> tuple
 
 
 def _source_argument(context: ExecutionContext, instruction: Instruction) -> str:
-    """Names the program argument that reaches the instruction through copies alone; empty if there is none."""
+    """Names the program argument that reaches the instruction through copies alone;
+    empty if there is none."""
     callers, current = list(context.callers), instruction.operand()
     while current is not None:
         if current.opcode == "parameter":

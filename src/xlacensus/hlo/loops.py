@@ -1,9 +1,9 @@
 """Execution counts: how often each computation of a program runs in one execution of the program.
 
-XLA annotates loops with `known_trip_count` on CPU and GPU, not on TPU. Without it a trip count is believed only if the
-condition is one comparison of a counter with a bound, the counter starts at a constant, the body adds a constant to it,
-and the bound is a constant. A loop that ends on data (`error > tolerance`) has no trip count, even if a constant stands
-in its condition.
+XLA annotates loops with `known_trip_count` on CPU and GPU, not on TPU. Without it a trip count is
+believed only if the condition is one comparison of a counter with a bound, the counter starts at a
+constant, the body adds a constant to it, and the bound is a constant. A loop that ends on data
+(`error > tolerance`) has no trip count, even if a constant stands in its condition.
 """
 
 import dataclasses
@@ -24,9 +24,11 @@ class ExecutionContext:
     count: int
     """Executions of the computation; the trip counts of all loops around it are multiplied."""
     exact: bool
-    """Whether the trip counts of all loops around it are known; a loop without one is counted once."""
+    """Whether the trip counts of all loops around it are known;
+    a loop without one is counted once."""
     conditional: bool
-    """Whether it is inside a branch of unknown frequency (`Module.branches`), which is counted as always taken."""
+    """Whether it is inside a branch of unknown frequency (`Module.branches`),
+    which is counted as always taken."""
     callers: tuple[Instruction, ...]
     """Instructions through which it is reached, outermost first."""
 
@@ -42,10 +44,11 @@ Choice = Callable[[Sequence[Computation]], Sequence[Computation]]
 def walk(
     module: Module, choice: Choice = lambda branches: branches
 ) -> Iterator[tuple[ExecutionContext, Instruction]]:
-    """Yields every instruction of the computations that a program runs, fusion bodies included, once per place.
+    """Yields every instruction of the computations that a program runs, fusion bodies
+    included, once per place.
 
-    choice: branches of unknown frequency to enter; by default all of them. A branch that a constant selects is the only
-    one, whatever the choice.
+    choice: branches of unknown frequency to enter; by default all of them. A branch that a constant
+    selects is the only one, whatever the choice.
     """
     for context in _contexts(ExecutionContext(module.entry, 1, True, False, ()), choice):
         for instruction in context.computation:
@@ -89,14 +92,16 @@ def _contexts(context: ExecutionContext, choice: Choice) -> Iterator[ExecutionCo
 
 
 def branches_of(conditional: Instruction) -> tuple[Computation, ...]:
-    """Returns the branches that a conditional can take: all of them, or the one that a constant selects."""
+    """Returns the branches that a conditional can take: all of them,
+    or the one that a constant selects."""
     branches, selector = conditional.called, conditional.operand()
     value = (
         selector.operand_text.strip()
         if selector is not None and selector.opcode == "constant"
         else ""
     )
-    # `true` selects the first of two branches, a number the branch of that place; one out of range the last.
+    # `true` selects the first of two branches, a number the branch of that place;
+    # one out of range the last.
     if value in ("true", "false"):
         return branches[:1] if value == "true" else branches[1:]
     if not re.fullmatch(r"-?\d+", value):
@@ -105,7 +110,8 @@ def branches_of(conditional: Instruction) -> tuple[Computation, ...]:
 
 
 def scope_of_branch(conditional: Instruction, branch: Computation) -> str | None:
-    """Finds the scope of `Module.branches` that a branch has; None if it has none, or only that of an outer one."""
+    """Finds the scope of `Module.branches` that a branch has;
+    None if it has none, or only that of an outer one."""
     inside = (scope for scope in branch.module.branches if scope not in conditional.op_name)
     return next((scope for scope in inside if any(scope in i.op_name for i in branch)), None)
 
@@ -132,11 +138,13 @@ _SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "N
 _MAX_DEPTH = 50
 
 _Given = Mapping[int, _Linear | None] | None
-"""Values of the parameters of a fusion or call; None in a loop's own computation, whose parameter is the state."""
+"""Values of the parameters of a fusion or call;
+None in a loop's own computation, whose parameter is the state."""
 
 
 def _inside(instruction: Instruction, given: _Given) -> tuple[Instruction | None, _Given]:
-    """Returns the root of a fusion or call, with the values of its parameters; no root for other instructions."""
+    """Returns the root of a fusion or call, with the values of its parameters;
+    no root for other instructions."""
     if instruction.opcode not in ("fusion", "call") or not instruction.called:
         return None, None
     return instruction.called[0].root, {
@@ -189,7 +197,8 @@ def _element(instruction: Instruction | None, index: int, given: _Given = None) 
 def _comparison(
     instruction: Instruction | None, given: _Given = None
 ) -> tuple[str, _Linear, _Linear] | None:
-    """Reads a predicate as one comparison: its direction (LT, LE, ..) and sides; None for others, as an `and`."""
+    """Reads a predicate as one comparison: its direction (LT, LE, ..) and sides;
+    None for others, as an `and`."""
     if instruction is None:
         return None
     root, inner = _inside(instruction, given)
@@ -204,7 +213,8 @@ def _comparison(
 
 
 def _keeps(body: Computation, value: _Linear) -> bool:
-    """Whether a value is a constant, or an element of the state that this body of a loop passes on unchanged."""
+    """Whether a value is a constant, or an element of the state that this body
+    of a loop passes on unchanged."""
     return value.element is None or _element(body.root, value.element) == _Linear(value.element, 0)
 
 
@@ -231,7 +241,8 @@ def trip_count(loop: Instruction) -> int | None:
 
 
 def _trips(direction: str, first: int, last: int, step: int) -> int | None:
-    """Counts the values first, first + step, ... before the comparison with `last` fails; None if it never does."""
+    """Counts the values first, first + step, ... before the comparison with `last` fails;
+    None if it never does."""
     if direction in ("GT", "GE"):
         direction, first, last, step = _SWAPPED[direction], -first, -last, -step
     if direction == "NE":
@@ -246,7 +257,8 @@ def _trips(direction: str, first: int, last: int, step: int) -> int | None:
 
 
 def _initial(loop: Instruction, value: _Linear, depth: int) -> int | None:
-    """Evaluates a value of the loop's condition before the first trip; None if it is not a constant."""
+    """Evaluates a value of the loop's condition before the first trip;
+    None if it is not a constant."""
     if value.element is None:
         return value.offset
     caller = loop.computation

@@ -1,8 +1,9 @@
-"""Parser of compiled XLA programs, from the text that `compiled.as_text()` returns on CPU, GPU and TPU.
+"""Parser of compiled XLA programs, from the text that `compiled.as_text()` returns
+on CPU, GPU and TPU.
 
-XLA prints one instruction per line, grouped into computations (OpenXLA, "Operation semantics"). The text is parsed
-instead of JAX's private objects because it has the same form for every backend, in memory or in a file, and because
-`jaxlib._hlo` aborts the process on some TPU programs.
+XLA prints one instruction per line, grouped into computations (OpenXLA, "Operation semantics"). The
+text is parsed instead of JAX's private objects because it has the same form for every backend, in
+memory or in a file, and because `jaxlib._hlo` aborts the process on some TPU programs.
 """
 
 import dataclasses
@@ -185,13 +186,15 @@ class Instruction:
 
     @functools.cached_property
     def target(self) -> str:
-        """Target of a custom call: the routine, or `tpu_custom_call` for every TPU kernel; empty for others."""
+        """Target of a custom call: the routine, or `tpu_custom_call` for every TPU kernel;
+        empty for others."""
         match = re.search(r'custom_call_target="([^"]*)"', self.attribute_text)
         return match[1] if match else ""
 
     @functools.cached_property
     def called(self) -> tuple["Computation", ...]:
-        """Computations that the instruction runs: of a fusion, a loop, a branch; reducers are left out."""
+        """Computations that the instruction runs: of a fusion, a loop, a branch;
+        reducers are left out."""
         if self.opcode.endswith(("-done", "-update")):
             return ()  # they repeat the computation of their start
         keys = [
@@ -214,7 +217,8 @@ class Instruction:
 
     @functools.cached_property
     def stack(self) -> tuple["Frame", ...]:
-        """Python stack that traced the instruction, innermost frame first; empty if it is not recorded."""
+        """Python stack that traced the instruction, innermost frame first;
+        empty if it is not recorded."""
         frames, text = self.computation.module.frames, self.attribute_text
         frame = re.search(r"stack_frame_id=(\d+)", text)
         if frame and int(frame[1]) in frames:
@@ -386,7 +390,8 @@ def _references(table: dict[int, str]) -> dict[int, dict[str, int]]:
 
 
 def parse_module(text: str, branches: Branches | None = None) -> Module:
-    """Parses the text of a compiled program. branches: how often those of its conditionals are taken, if known.
+    """Parses the text of a compiled program.
+    branches: how often those of its conditionals are taken, if known.
 
     Raises CensusError if it is not the text of an XLA program.
     """

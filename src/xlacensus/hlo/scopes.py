@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Literal
 
 Phase = Literal["forward", "recomputed", "backward", "update"]
-"""Part of a training step: the forward pass, what rematerialisation computes again, the backward pass, the rest."""
+"""Part of a training step: the forward pass,
+what rematerialisation computes again, the backward pass, the rest."""
 
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(|\)")
 _JAX_INTERNAL = re.compile(
-    "while|body|cond|scan|checkpoint|remat2?|rematted_computation|shard_map|pjit|closed_call|core_call|eval_jaxpr"
-    "|custom_jvp_call|custom_vjp_call(_jaxpr)?"
+    "while|body|cond|scan|checkpoint|remat2?|rematted_computation|shard_map|pjit"
+    "|closed_call|core_call|eval_jaxpr|custom_jvp_call|custom_vjp_call(_jaxpr)?"
 )
 _COMBINED = re.compile(r"/\((?P<names>[^()]+)\)$")
 """End of the name of an operation that XLA made of several: `(a/psum:b/psum)`."""
@@ -22,7 +23,8 @@ _BRANCH_FUNCTION = re.compile(r"branch_\d+_fun$")
 class BranchScope:
     """A `jax.named_scope` around one branch of a conditional, with how often that branch is taken.
 
-    A compiled program does not contain this: whoever wrote the conditional knows it (a pipeline schedule, for one).
+    A compiled program does not contain this: whoever wrote the conditional knows it (a
+    pipeline schedule, for one).
     """
 
     taken: int
@@ -81,7 +83,8 @@ def scopes_of(op_name: str, branches: Branches) -> tuple[str, ...]:
 
 
 def plain_path(path: str) -> str:
-    """Rewrites a JAX key path with dots: `state.params['blocks'][0]` becomes `state.params.blocks.0`."""
+    """Rewrites a JAX key path with dots: `state.params['blocks'][0]` becomes
+    `state.params.blocks.0`."""
     plain = (
         path.replace("\\'", "'")
         .replace("['", ".")

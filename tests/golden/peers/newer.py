@@ -89,6 +89,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "granite-4": ("GraniteMoeHybrid", {
         **_TWO, **_FACTORS, **_SPACE, "num_local_experts": 0, "mamba_n_groups": 2, "tie_word_embeddings": True,
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }),
     "granite-4-moe": ("GraniteMoeHybrid", {
         **_TWO, **_FACTORS, **_SPACE, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -100,8 +101,17 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "layers_block_type": [_KIND[letter] for letter in "M*MEME-"], "norm_topk_prob": True,
         "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "time_step_min": 0.6,
     }),
+    "nemotron-3-super": ("NemotronH", {
+        **{name: value for name, value in _SIZES.items() if name != "num_hidden_layers"},
+        **_ROUTED, "n_routed_experts": 4, "n_group": 2, "num_experts_per_tok": 2, "moe_latent_size": 16,
+        "hidden_size": 32, "moe_shared_expert_intermediate_size": 48, "head_dim": 8,
+        "layers_block_type": [_KIND[letter] for letter in "*E"], "norm_topk_prob": True,
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "time_step_min": 0.6,
+    }),
     "arcee": ("Arcee", {**_TWO, "mlp_bias": True}),
-    "cohere": ("Cohere", {**_TWO, "logit_scale": 0.5, "attention_bias": True, "pad_token_id": None}),
+    "cohere": ("Cohere", {
+        **_TWO, "logit_scale": 0.5, "attention_bias": True, "use_qk_norm": True, "pad_token_id": None,
+    }),
     "cohere2": ("Cohere2", {
         **_TWO, "hidden_size": 32, "intermediate_size": 48, "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 5, "logit_scale": 0.5, "pad_token_id": None,

@@ -91,6 +91,13 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         **_GRANITE_4, "hidden_size": 2048, "shared_intermediate_size": 8192, "mamba_n_heads": 64,
         "num_local_experts": 0,
     }),
+    "Granite-4.0-H-350M": ("GraniteMoeHybridForCausalLM", {
+        **_GRANITE_4, "hidden_size": 768, "num_hidden_layers": 32, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "shared_intermediate_size": 2048, "mamba_n_heads": 48, "mamba_d_head": 32, "num_local_experts": 0,
+        "layer_types": [
+            "full_attention" if layer in (10, 13, 17, 27) else "linear_attention" for layer in range(32)
+        ],
+    }),
     "Granite-4.0-H-Tiny": ("GraniteMoeHybridForCausalLM", {
         **_GRANITE_4, "hidden_size": 1536, "intermediate_size": 512, "num_attention_heads": 12,
         "num_key_value_heads": 4, "shared_intermediate_size": 1024, "mamba_n_heads": 48, "num_local_experts": 64,
@@ -113,12 +120,25 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
         "layers_block_type": _kinds("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
     }),
+    "Nemotron-3-Super-120B-A12B": ("NemotronHForCausalLM", {
+        "intermediate_size": 2688, "num_key_value_heads": 2, "n_routed_experts": 512, "num_experts_per_tok": 22,
+        "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376, "moe_latent_size": 1024,
+        "routed_scaling_factor": 5.0,
+        "layers_block_type": _kinds(
+            "MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*EMEMEMEME"
+        ),
+    }),
     "AFM-4.5B": ("ArceeForCausalLM", {
         "vocab_size": 128004, "num_hidden_layers": 36, "num_attention_heads": 20, "num_key_value_heads": 4,
         "head_dim": 128,
     }),
     "Command-R-35B": ("CohereForCausalLM", {
         "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
+    }),
+    "Command-R-Plus-104B": ("CohereForCausalLM", {
+        "hidden_size": 12288, "intermediate_size": 33792, "num_hidden_layers": 64, "num_attention_heads": 96,
+        "num_key_value_heads": 8, "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 75e6},
     }),
     "Command-R7B": ("Cohere2ForCausalLM", {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

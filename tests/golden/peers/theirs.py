@@ -293,7 +293,8 @@ def steps(folder: Path, scratch: Path) -> tuple[list[float], dict[str, np.ndarra
     model = load(folder)
     groups: dict[bool, list[Any]] = {True: [], False: []}
     for name, p in model.named_parameters():
-        groups[p.ndim >= 2 and not name.endswith(("bias", "A_log"))].append(p)
+        matrix = p.ndim >= 2 and not name.endswith(("bias", "A_log", "norm.weight"))
+        groups[matrix].append(p)
     parts = [{"params": groups[decays], "weight_decay": DECAY * decays} for decays in (True, False)]
     optimizer = torch.optim.AdamW(parts, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)
     losses = []

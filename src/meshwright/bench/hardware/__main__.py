@@ -1,4 +1,5 @@
-"""Process of one section: `python -m meshwright.bench.hardware FOLDER SECTION SECONDS`, started by `run.py`."""
+"""Process of one section: `python -m meshwright.bench.hardware FOLDER SECTION SECONDS`, started
+by `run.py`."""
 
 import sys
 import time

@@ -79,7 +79,8 @@ def speed_cases(platform: str) -> list[Case]:
 
 
 def measure_kernels(section: Section) -> None:
-    """Times every kernel that the platform supports, and keeps the rates of the platform's own for plans."""
+    """Times every kernel that the platform supports,
+    and keeps the rates of the platform's own for plans."""
     platform = jax.default_backend()
     own = AUTO.get(platform, ())
     names = kernel_names(section.request.kernels)
@@ -103,7 +104,8 @@ def measure_kernels(section: Section) -> None:
 
 
 def kernel_names(asked: Sequence[str]) -> tuple[str, ...]:
-    """Returns the attention kernels from outside, those of the platform, and the others of the package."""
+    """Returns the attention kernels from outside, those of the platform,
+    and the others of the package."""
     own = AUTO.get(jax.default_backend(), ())
     return (*asked, *dict.fromkeys((*own, *PARTS["attention kernel"])))
 
@@ -116,9 +118,11 @@ def grouped_shapes(platform: str) -> dict[str, tuple[int, int, int, int]]:
 
 
 def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> dict[str, float]:
-    """Returns the rates that plans take: of the platform's own attention kernel, and of the grouped matmul.
+    """Returns the rates that plans take: of the platform's own attention kernel,
+    and of the grouped matmul.
 
-    own: names of the platform's own kernels. The planner counts the products of each kernel's own backward pass.
+    own: names of the platform's own kernels.
+    The planner counts the products of each kernel's own backward pass.
     """
     attention = [
         (1 + resolve("attention kernel", row["kernel"])(512).backward)
@@ -133,7 +137,8 @@ def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> d
 
 
 def choose_for(name: str, case: Case, dtype: str) -> Kernels | str:
-    """Returns the kernel as a training run chooses it, or the reason why it does not support the case."""
+    """Returns the kernel as a training run chooses it,
+    or the reason why it does not support the case."""
     try:
         return choose_kernels(
             name,
@@ -162,13 +167,15 @@ def attention_inputs(case: Case, dtype: str) -> tuple[jax.Array, ...]:
 
 
 def _on_one_device(function: Any) -> Any:
-    """Compiles `function` as a step calls it: inside a `shard_map` that is manual over every axis."""
+    """Compiles `function` as a step calls it: inside a `shard_map` that is manual
+    over every axis."""
     mesh = build_mesh(MeshShape(), jax.devices()[:1])
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
 
 def _with_gradients(function: Any, inputs: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
-    """Returns the output of a function and the gradients of its inputs. g: gradient of the output."""
+    """Returns the output of a function and the gradients of its inputs.
+    g: gradient of the output."""
     out, pullback = jax.vjp(function, *inputs)
     return out, *pullback(g)
 
@@ -185,9 +192,11 @@ def forward_and_backward(kernels: Kernels, case: Case) -> Any:
 
 
 def _rates(forward: float, both: float, flops: float, backward: float) -> dict[str, float]:
-    """Returns seconds, FLOP/s and fractions of the peak of a forward pass, and of forward and backward pass together.
+    """Returns seconds, FLOP/s and fractions of the peak of a forward pass,
+    and of forward and backward pass together.
 
-    flops: of the forward pass.  backward: FLOPs of the backward pass over those of the forward pass.
+    flops: of the forward pass.
+    backward: FLOPs of the backward pass over those of the forward pass.
     """
     rates = {
         "forward_flops_per_second": flops / forward,
@@ -214,7 +223,10 @@ def _time(name: str, case: Case) -> Mapping[str, Any]:
         and limit
         and 6 * case.score_bytes > limit
     ):
-        kernels = f"its scores take {case.score_bytes / 2**30:.0f} GiB, several times over in the backward pass"
+        kernels = (
+            f"its scores take {case.score_bytes / 2**30:.0f} GiB, several times over in the "
+            "backward pass"
+        )
     if isinstance(kernels, str):
         return {**label, "unsupported": kernels}
     inputs = attention_inputs(case, "bfloat16")
@@ -225,7 +237,8 @@ def _time(name: str, case: Case) -> Mapping[str, Any]:
 
 
 def grouped_inputs(experts: int, rows: int, k: int, n: int, dtype: str) -> tuple[jax.Array, ...]:
-    """Returns rows, weights, rows of each expert (one of them none) and the gradient of the output."""
+    """Returns rows, weights, rows of each expert (one of them none) and the gradient
+    of the output."""
     rng = np.random.default_rng(0)
     cuts = np.sort(rng.integers(0, rows + 1, experts - 2))
     sizes = np.diff(np.concatenate([[0, 0], cuts, [rows]])).astype(np.int32)
@@ -251,7 +264,8 @@ def grouped_products(
 def with_all_gradients(
     x: Any, weights: Any, sizes: Any, g: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """Returns grouped products and the gradients of the rows and of the weights. g: gradients of the products."""
+    """Returns grouped products and the gradients of the rows and of the weights.
+    g: gradients of the products."""
     results, dx, dw = _with_gradients(
         lambda x, weights: grouped_products(x, weights, sizes), (x, weights), g
     )
@@ -259,7 +273,8 @@ def with_all_gradients(
 
 
 def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
-    """Returns the time of the grouped matmul, and its rate relative to one dense matmul of equal FLOPs."""
+    """Returns the time of the grouped matmul,
+    and its rate relative to one dense matmul of equal FLOPs."""
     x, w, sizes, g = grouped_inputs(experts, rows, k, n, "bfloat16")
     forward, _ = median_seconds(jax.jit(grouped_products), x, (w,), sizes)
     both, _ = median_seconds(jax.jit(with_all_gradients), x, (w,), sizes, (g,))

@@ -1,4 +1,5 @@
-"""Sections `machine`, `matmuls` and `collectives`: what the machine is, and its rates, which plans are made with."""
+"""Sections `machine`, `matmuls` and `collectives`: what the machine is, and its rates,
+which plans are made with."""
 
 import dataclasses
 import functools
@@ -88,17 +89,20 @@ def measure_machine(section: Section) -> None:
     }
     if devices[0].platform == "cpu":
         section.notes.append(
-            "simulated devices: threads of this CPU. Rates and times are not those of an accelerator"
+            "simulated devices: threads of this CPU. Rates and times are not those of an "
+            "accelerator"
         )
     elif chip is None:
         section.notes.append(
-            f"{devices[0].device_kind} is not in hardware/chips.py: no MFU, and predictions come from measured rates"
+            f"{devices[0].device_kind} is not in hardware/chips.py: no MFU, and predictions come "
+            "from measured rates"
         )
     limit = stats.get("bytes_limit")
     if chip is not None and limit and limit < chip.hbm_bytes * (1 - _MEMORY_GAP):
         section.notes.append(
-            f"JAX may use {limit / 2**30:.1f} of the {chip.hbm_bytes / 2**30:.1f} GiB of a device; on GPUs "
-            "XLA_CLIENT_MEM_FRACTION=0.92 raises it, and the runs below are sized for what it may use"
+            f"JAX may use {limit / 2**30:.1f} of the {chip.hbm_bytes / 2**30:.1f} GiB of a device; "
+            "on GPUs XLA_CLIENT_MEM_FRACTION=0.92 raises it, and the runs below are sized for what "
+            "it may use"
         )
     if (
         chip is not None
@@ -135,7 +139,8 @@ _MATMULS = (
     *((n, n, n) for n in (8192, 4096, 2048, 1024)),
     *((1024, 8192, 8192), (128, 8192, 8192)),
 )
-"""m k n on accelerators: a feed-forward of Llama 3 8B, squares, few rows. Plans take the best: large ones first."""
+"""m k n on accelerators: a feed-forward of Llama 3 8B, squares, few rows.
+Plans take the best: large ones first."""
 _SMALL_MATMULS = tuple((n, n, n) for n in (128, 256, 512))
 _SIZES = (2**14, 2**18, 2**22, 2**26)
 """Bytes of collectives on accelerators."""
@@ -143,7 +148,8 @@ _SMALL_SIZES = (2**12, 2**18)
 
 
 def measure_matmuls(section: Section) -> None:
-    """Times matrix multiplications on one device in bfloat16 and float32, and its memory bandwidth."""
+    """Times matrix multiplications on one device in bfloat16 and float32,
+    and its memory bandwidth."""
     cpu = jax.default_backend() == "cpu"
     items: dict[str, Measurement] = {
         f"{dtype} {m} x {k} x {n}": functools.partial(_matmul, m, k, n, dtype)
@@ -207,7 +213,8 @@ def _collective(mesh: Any, axis: str, kind: str, size: int) -> Mapping[str, Any]
 
 
 def keep_calibration(section: Section, **measured: Any) -> None:
-    """Adds rates to the calibration in the folder and to the one in the cache, where plans find it."""
+    """Adds rates to the calibration in the folder and to the one in the cache,
+    where plans find it."""
     for file in (section.folder / CALIBRATION, calibration_path(default_cache_folder())):
         try:
             write_calibration(file, **measured)

@@ -1,7 +1,8 @@
-"""Run of the hardware benchmark: sections one after another, each in a process of its own, within a number of minutes.
+"""Run of the hardware benchmark: sections one after another, each in a process
+of its own, within a number of minutes.
 
-The time that a section leaves goes to those after it. A section that hangs is stopped some time after its limit, and
-what it had measured is kept.
+The time that a section leaves goes to those after it. A section that hangs is stopped some time
+after its limit, and what it had measured is kept.
 """
 
 import os
@@ -35,11 +36,13 @@ SECTIONS: dict[str, tuple[str, int]] = {
     "matmuls": (f"{_PLACE}.machine:measure_matmuls", 2),
     "collectives": (f"{_PLACE}.machine:measure_collectives", 3),
 }
-"""Section -> its function `(section: Section) -> None` and its time relative to the others, in the order they run."""
+"""Section -> its function `(section: Section) -> None` and its time relative to the others,
+in the order they run."""
 _OUTSIDE = ("", 2)
 """A section from outside is named by its function."""
 _GRACE_SECONDS, _GRACE_FACTOR = 30.0, 1.5
-"""A section is stopped after its time multiplied by the factor, and these seconds more: it may be compiling."""
+"""A section is stopped after its time multiplied by the factor,
+and these seconds more: it may be compiling."""
 
 Finished = Callable[[str, dict[str, Any]], None]
 """Called after each section with its name and its result."""

@@ -1,4 +1,5 @@
-"""One section of the hardware benchmark: named measurements, each written to the section's file as soon as it is made.
+"""One section of the hardware benchmark: named measurements, each written
+to the section's file as soon as it is made.
 
 A measurement that raises is a row with its message, and the next one follows.
 """
@@ -64,8 +65,8 @@ class Section:
     def measure(self, items: Mapping[str, Measurement]) -> None:
         """Makes the measurements in their order, until the time is up.
 
-        A measurement returns its figures; `problems` among them are results that are wrong. One that raises is recorded
-        with its message. At least one is made.
+        A measurement returns its figures; `problems` among them are results that are wrong. One
+        that raises is recorded with its message. At least one is made.
         """
         for number, name in enumerate(items):
             if number and self.seconds <= time.monotonic() - self._began:
@@ -118,7 +119,8 @@ def section_file(folder: Path, name: str) -> Path:
 
 
 def file_name(name: str) -> str:
-    """Returns a section's name as a file name: a section from outside is called `module:attribute`."""
+    """Returns a section's name as a file name: a section
+    from outside is called `module:attribute`."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
 
 
@@ -134,7 +136,8 @@ def read_section(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def write_json_file(file: Path, contents: Any) -> None:
-    """Writes JSON so that a reader finds the old contents or the new, never a part. NaN and infinity become null."""
+    """Writes JSON so that a reader finds the old contents or the new, never a part.
+    NaN and infinity become null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -147,14 +150,16 @@ def write_json_file(file: Path, contents: Any) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Formats an error on one line: this package's own with its reason, any other with its type and place."""
+    """Formats an error on one line: this package's own with its reason, any other
+    with its type and place."""
     if isinstance(error, MeshwrightError):
         return " ".join(f"{error.asked}: {error.truth} (fix: {error.fix})".split())
     return " ".join(describe_failure(error).split())[:600]
 
 
 def end_with_parent() -> None:
-    """Makes Linux end this process when its parent ends: a killed benchmark leaves no process on the accelerator."""
+    """Makes Linux end this process when its parent ends: a killed benchmark leaves no process
+    on the accelerator."""
     parent = os.getppid()
     if sys.platform.startswith("linux"):
         set_death_signal = 1

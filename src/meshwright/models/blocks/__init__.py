@@ -1,1 +1,2 @@
-"""Building blocks of model families: norms, rotary embedding, attention over `context`, experts, dropout."""
+"""Building blocks of model families: norms, rotary embedding, attention
+over `context`, experts, dropout."""

@@ -1,4 +1,5 @@
-"""Multi-head and grouped-query attention, with the biases, norms, windows, sinks and gates that families add to it."""
+"""Multi-head and grouped-query attention, with the biases, norms, windows, sinks
+and gates that families add to it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,9 +37,11 @@ class Attention(Kind):
     norm_after_rotation: bool = False
     """Whether this norm comes after the rotation (Hunyuan)."""
     qk_l2_epsilon: float | None = None
-    """Queries and keys are divided by their root mean square after rotation, with this constant (Llama 4)."""
+    """Queries and keys are divided by their root mean square after rotation,
+    with this constant (Llama 4)."""
     keys_are_values: bool = False
-    """Whether values are the products of keys, before the norm and the rotation of keys (Gemma 4)."""
+    """Whether values are the products of keys,
+    before the norm and the rotation of keys (Gemma 4)."""
     value_norm: Norm | None = None
     """Norm of values without a learned scale (Gemma 4)."""
     query_factor: float | None = None
@@ -48,7 +51,8 @@ class Attention(Kind):
     sinks: bool = False
     """Soft cap and sinks of the scores (kernels/attention.py)."""
     gated: bool = False
-    """Whether the sigmoid of a projection as wide as the queries multiplies the output (Qwen3-Next)."""
+    """Whether the sigmoid of a projection as wide
+    as the queries multiplies the output (Qwen3-Next)."""
 
     scope = "attention"
 
@@ -100,7 +104,7 @@ class Attention(Kind):
         if self.qk_norm is not None:
             for name, (n, x) in (("query_norm", heads["query"]), ("key_norm", heads["key"])):
                 shape, dims = (
-                    ((L, n, H), f"L{x}H") if self.qk_norm.kind == "rms_heads" else ((L, H), "LH")
+                    ((L, n, H), f"L{x}H") if self.qk_norm.scales_each_head else ((L, H), "LH")
                 )
                 params |= self.qk_norm.params(name, shape, dims)
         return params

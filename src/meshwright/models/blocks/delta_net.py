@@ -1,20 +1,23 @@
-"""Linear attention by the gated delta rule: a short convolution, then a state that forgets and is corrected.
+"""Linear attention by the gated delta rule: a short convolution, then a state that forgets
+and is corrected.
 
-Yang et al. 2024 (Gated DeltaNet, arXiv:2412.06464). A value head has a state S [key size, value size], float32. A token
-with key k (of length 1), value v, log decay g <= 0 and rate b in (0, 1) changes it, and its query q reads it:
+Yang et al. 2024 (Gated DeltaNet, arXiv:2412.06464). A value head has a state S
+[key size, value size], float32. A token with key k (of length 1), value v, log decay g <= 0 and
+rate b in (0, 1) changes it, and its query q reads it:
 
     S <- exp(g) S;  S <- S + b k (v - k S);  out = q S
 
-Chunks of the sequence are computed at once as matmuls (section 3.3, and arXiv:2406.06484): within a chunk the
-corrections solve a unit lower triangular system, whose inverse is made of matmuls too; a scan over the chunks carries
-the state. Nothing crosses from one document into the next: the state is zero before a document's first token, and the
-convolution reads no token before it.
+Chunks of the sequence are computed at once as matmuls (section 3.3, and arXiv:2406.06484): within a
+chunk the corrections solve a unit lower triangular system, whose inverse is made of matmuls too; a
+scan over the chunks carries the state. Nothing crosses from one document into the next: the state
+is zero before a document's first token, and the convolution reads no token before it.
 
-A sequence that `context` splits is computed in segments at once. After a segment the state is affine in the state S
-before it, A S + B, and devices gather A and B of all segments and compose those before their own:
+A sequence that `context` splits is computed in segments at once. After a segment the state is
+affine in the state S before it, A S + B, and devices gather A and B of all segments and compose
+those before their own:
 
     segment       0            1                   2
-    A, B          A0, B0       A1, B1              A2, B2        computed from its own chunks, then gathered
+    A, B          A0, B0       A1, B1              A2, B2        of its own chunks, then gathered
     state before  0            B0                  A1 B0 + B1
 """
 
@@ -53,8 +56,8 @@ from meshwright.sharding.sequence import SEGMENTS, SequenceSplit
 _EPSILON = 1e-6
 """Constant of the norms of queries and keys, as in the released code."""
 _HALVED_KEYS = 1.6
-"""Arrays of keys that each halving of `ChannelDecays` adds, with their gradients. Compiled for CPUs, 1024 tokens, 4 heads:
-1.3 of 64 features, 1.6 of 128."""
+"""Arrays of keys that each halving of `ChannelDecays` adds, with their gradients. Compiled for
+CPUs, 1024 tokens, 4 heads: 1.3 of 64 features, 1.6 of 128."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +74,13 @@ class DeltaSpec(Recurrence):
     key_size: int
     value_size: int
     taps: int
-    """Tokens W that the convolution of queries, keys and values reads, the token itself included."""
+    """Tokens W that the convolution of queries, keys
+    and values reads, the token itself included."""
     decays: int = 1
     """Decays of a state: one, or one for each channel of its key."""
     gate_rank: int = 0
-    """Width of the products that decays and output gate are each projections of; 0 projects them from the input."""
+    """Width of the products that decays and output gate are each projections of;
+    0 projects them from the input."""
 
     @property
     def channels(self) -> int:
@@ -95,7 +100,8 @@ class DeltaSpec(Recurrence):
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices.
 
-        Queries, keys, values and output gate are saved, or the products of low rank that decays and gate are made of.
+        Queries, keys, values and output gate are saved,
+        or the products of low rank that decays and gate are made of.
         """
         mixed, values = self.heads * self.channels / tensor, self.values / tensor
         if not self.gate_rank:
@@ -107,7 +113,8 @@ class DeltaSpec(Recurrence):
         return Widths(0, 0, 0, values, mixed + low / tensor, width + low, kept=kept)
 
     def chunk(self, seq: int) -> int:
-        """Returns the tokens of a chunk: a power of two up to 64, so that the blocks of its matrices pair."""
+        """Returns the tokens of a chunk: a power of two up to 64,
+        so that the blocks of its matrices pair."""
         return chunk_of(seq)
 
     def carried(self, batch: int) -> Carried:
@@ -117,14 +124,16 @@ class DeltaSpec(Recurrence):
         return abstract_carried(inputs, states)
 
     def matmuls(self, seq: int) -> list[MatmulSizes]:
-        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
+        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n],
+        and how many there are, of all heads."""
         C, H, F, N = chunk_of(seq), self.key_size, self.value_size, self.heads
         levels = [1 << level for level in range(C.bit_length() - 1)]
         heads = self.groups * N
         inverse = [MatmulSizes(size, size, size, C // size * heads) for size in levels]
         scores = [MatmulSizes(C, H, C, 2 * N)]
         if self.decays > 1:
-            # Of keys and of queries, second halves with first ones; those of one token with one are sums.
+            # Of keys and of queries, second halves with first ones;
+            # those of one token with one are sums.
             scores = [MatmulSizes(size, H, size, C // size * heads) for size in levels[1:]]
         return [
             *scores,
@@ -138,7 +147,8 @@ class DeltaSpec(Recurrence):
         ]
 
     def gathered(self, batch: int, segment: int, dtype: str) -> dict[str, Gathered]:
-        """Returns what a segment shares: the last inputs of its convolution, and A and B of its states."""
+        """Returns what a segment shares: the last inputs of its convolution,
+        and A and B of its states."""
         tail = (self.heads, batch, min(self.taps - 1, segment), self.channels)
         size = self.key_size + self.value_size
         change = (self.heads, batch, self.groups, self.key_size, size)
@@ -157,14 +167,17 @@ class DeltaSpec(Recurrence):
         ]
 
     def composition_matmuls(self, segments: int) -> list[MatmulSizes]:
-        """Returns the matmuls of `_states_before` for a sequence: A of each segment with the state before it."""
+        """Returns the matmuls of `_states_before` for a sequence: A of each segment
+        with the state before it."""
         H, heads = self.key_size, self.groups * self.heads
         return [MatmulSizes(H, H, self.value_size, segments * heads, scanned=True)]
 
     def inner_bytes(self, seq: int) -> float:
-        """Returns the bytes per token that the backward pass recomputes, float32, with their gradients.
+        """Returns the bytes per token that the backward pass recomputes, float32,
+        with their gradients.
 
-        Per value head: nine matrices of a chunk, twelve of its keys or values, and the states before each chunk.
+        Per value head: nine matrices of a chunk, twelve of its keys or values,
+        and the states before each chunk.
         """
         C = chunk_of(seq)
         matrices, rows = 9 * C, 6.0 * (self.key_size + self.value_size)
@@ -176,9 +189,9 @@ class DeltaSpec(Recurrence):
 class DeltaInputs(NamedTuple):
     """Inputs of a layer's tokens, before the convolution.
 
-    q and k are [B, T, N, key size], v is [B, T, N, G, value size]. decay is the log decay of each state, at most 0, or
-    of each channel of its key: float32 [B, T, N, G] or [B, T, N, G, key size]. rate is how much of a token's
-    correction is written, in (0, 1): float32 [B, T, N, G].
+    q and k are [B, T, N, key size], v is [B, T, N, G, value size]. decay is the log decay of each
+    state, at most 0, or of each channel of its key: float32 [B, T, N, G] or [B, T, N, G, key size].
+    rate is how much of a token's correction is written, in (0, 1): float32 [B, T, N, G].
     """
 
     q: jax.Array
@@ -191,11 +204,13 @@ class DeltaInputs(NamedTuple):
 def delta_net(
     x: DeltaInputs, taps_NFW: jax.Array, positions_BT: jax.Array, carried: Carried | None = None
 ) -> tuple[jax.Array, Carried]:
-    """Returns the output of linear attention [B, T, N, G, H] in the dtype of the values, and what later tokens need.
+    """Returns the output of linear attention [B, T, N, G, H] in the dtype of the values,
+    and what later tokens need.
 
-    taps_NFW: of the convolution, the channels of a head in the order query, key, values; the last tap is the token's.
-    positions_BT: positions within each document; a token at position 0 begins one.  carried: from the tokens before
-    these; None where there are none.
+    taps_NFW: of the convolution, the channels of a head in the order query, key, values;
+    the last tap is the token's.
+    positions_BT: positions within each document; a token at position 0 begins one.
+    carried: from the tokens before these; None where there are none.
     """
     (B, T, N, H), (G, F) = x.k.shape, x.v.shape[3:]
     mixed_BTNF = _convolved_features(x)
@@ -212,10 +227,12 @@ def delta_net(
 def delta_net_of_segments(
     x: DeltaInputs, taps_NFW: jax.Array, positions_BT: jax.Array, sequence: SequenceSplit
 ) -> jax.Array:
-    """Returns the output of `delta_net` for this device's tokens of sequences that `context` splits.
+    """Returns the output of `delta_net` for this device's tokens of sequences
+    that `context` splits.
 
-    The two segments of a device are computed as two sequences, [B SEGMENTS, T / SEGMENTS, ...]. Sends, for each
-    segment, the last W - 1 inputs of the convolution and A and B of the states, to all devices of `context`.
+    The two segments of a device are computed as two sequences, [B SEGMENTS, T / SEGMENTS, ...].
+    Sends, for each segment, the last W - 1 inputs of the convolution and A and B of the states, to
+    all devices of `context`.
     """
     B, T = positions_BT.shape
 
@@ -234,7 +251,8 @@ def delta_net_of_segments(
 
 
 def _inputs_before(mixed_BTNF: jax.Array, count: int, sequence: SequenceSplit) -> jax.Array:
-    """Returns the `count` tokens before each segment, zeros before a sequence, [B SEGMENTS, count, N, features].
+    """Returns the `count` tokens before each segment, zeros before a sequence,
+    [B SEGMENTS, count, N, features].
 
     A segment of fewer tokens shares all it has, so what is gathered then is the sequence itself.
     """
@@ -253,20 +271,23 @@ def _inputs_before(mixed_BTNF: jax.Array, count: int, sequence: SequenceSplit) -
 
 
 def _gather_segments(x: jax.Array, sequence: SequenceSplit) -> jax.Array:
-    """Gathers [B SEGMENTS, ...] over `context` into [segments, B, ...], in the order of the sequence."""
+    """Gathers [B SEGMENTS, ...] over `context` into [segments, B, ...],
+    in the order of the sequence."""
     segments = jnp.moveaxis(x.reshape(-1, SEGMENTS, *x.shape[1:]), 1, 0)
     return all_gather(segments, ("context",), 0)[np.argsort(sequence.segments().reshape(-1))]
 
 
 def _convolved_features(x: DeltaInputs) -> jax.Array:
-    """Returns what the convolution reads: query, key and values of each head, [B, T, N, channels]."""
+    """Returns what the convolution reads: query, key and values
+    of each head, [B, T, N, channels]."""
     return jnp.concatenate([x.q, x.k, x.v.reshape(*x.v.shape[:3], -1)], -1)
 
 
 def _after_convolution(
     x: DeltaInputs, joined_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax.Array
 ) -> DeltaInputs:
-    """Returns `x` with queries, keys and values after the convolution. joined_BTNF: with W - 1 tokens before."""
+    """Returns `x` with queries, keys and values after the convolution.
+    joined_BTNF: with W - 1 tokens before."""
     H = x.k.shape[-1]
     mixed_BTNF = convolved(joined_BTNF, taps_NFW, positions_BT)
     q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
@@ -279,12 +300,14 @@ def _gated(out_BTNGH: jax.Array, gate_BTNGH: jax.Array) -> jax.Array:
 
 
 class Chunks(NamedTuple):
-    """Chunks of C tokens of each value head, [chunks, N, B, G, ...]: what does not depend on the state before them."""
+    """Chunks of C tokens of each value head, [chunks, N, B, G, ...]: what does not depend
+    on the state before them."""
 
     corrections: jax.Array
     """U = A diag(b) V, [C, value size]: what the chunk writes if the state before it is zero."""
     read_keys: jax.Array
-    """W = A diag(b d) K, [C, key size]: by which the state before the chunk is read for corrections."""
+    """W = A diag(b d) K, [C, key size]: by which the state
+    before the chunk is read for corrections."""
     read_queries: jax.Array
     """diag(d) Q, [C, key size]: by which that state is read for the output."""
     scores: jax.Array
@@ -306,12 +329,12 @@ def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
 
     Of a chunk with keys K, queries Q, values V, rates b and log decays g, let
 
-        D_ij = exp(g_{j+1} + ... + g_i)     where j <= i are tokens of one document, and 0 elsewhere
-        d_i  = exp(g_1 + ... + g_i)         where i is of the document before the chunk, and 0 elsewhere
+        D_ij = exp(g_{j+1} + ... + g_i)   where j <= i are tokens of one document, and 0 elsewhere
+        d_i  = exp(g_1 + ... + g_i)       where i is of the document before the chunk, 0 elsewhere
         A    = (I + strictly lower part of diag(b) (K K' * D))^-1
 
-    Where each channel h of a key has a decay of its own (arXiv:2510.26692, section 3), D and d have one too:
-    K K' * D is then sum_h K_ih K_jh D_ijh, and diag(d) K is d_ih K_ih.
+    Where each channel h of a key has a decay of its own (arXiv:2510.26692, section 3), D and d have
+    one too: K K' * D is then sum_h K_ih K_jh D_ijh, and diag(d) K is d_ih K_ih.
     """
     key_size = x.k.shape[-1]
     q = chunked(_unit(x.q) * key_size**-0.5, C)
@@ -339,7 +362,11 @@ def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
 def _pass_chunk(states: jax.Array, chunk: Chunks) -> tuple[jax.Array, jax.Array]:
     """Returns the states after a chunk and its output, [N, B, G, C, value size].
 
-    With the state S before it:  X = U - W S;  out = diag(d) Q S + (Q K' * D) X;  S <- kept S + (decayed K)' X
+    With the state S before it:
+
+        X   = U - W S
+        out = diag(d) Q S + (Q K' * D) X
+        S  <- kept S + (decayed K)' X
     """
     values = chunk.corrections - chunk.read_keys @ states
     out = chunk.read_queries @ states + chunk.scores @ values
@@ -347,7 +374,8 @@ def _pass_chunk(states: jax.Array, chunk: Chunks) -> tuple[jax.Array, jax.Array]
 
 
 def _state_after(states: jax.Array, chunk: Chunks, values: jax.Array) -> jax.Array:
-    """Returns what is left of the states before a chunk, and what it writes. values: X of `_pass_chunk`."""
+    """Returns what is left of the states before a chunk, and what it writes.
+    values: X of `_pass_chunk`."""
     remaining = states * chunk.kept[..., None]
     return remaining + jnp.swapaxes(chunk.written_keys, -1, -2) @ values
 
@@ -359,7 +387,9 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, T, N, G, H], float32, and the states after the last token.
 
-    x: after the convolution.  starts_BT: whether a token begins a document.  states: as `Carried` has them.
+    x: after the convolution.
+    starts_BT: whether a token begins a document.
+    states: as `Carried` has them.
     """
     T = x.v.shape[1]
     chunks = _chunks_of(x, starts_BT, chunk_of(T))
@@ -386,8 +416,8 @@ def gated_delta_rule_of_segments(
 def _changes_of(chunks: Chunks) -> jax.Array:
     """Returns A and B side by side: a segment changes the state S before it into A S + B.
 
-    They are the state after the segment whose columns began as the unit matrix, with nothing written, and as zeros:
-    [N, B, G, key size, key size + value size].
+    They are the state after the segment whose columns began as the unit matrix, with nothing
+    written, and as zeros: [N, B, G, key size, key size + value size].
     """
     H = chunks.read_keys.shape[-1]
     nothing_written = jnp.zeros_like(chunks.read_keys)
@@ -423,10 +453,12 @@ _multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 @jax.custom_vjp
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """Returns the inverse of I + `lower`, which is strictly lower triangular, [..., C, C] with C a power of two.
+    """Returns the inverse of I + `lower`, which is strictly lower triangular, [..., C, C]
+    with C a power of two.
 
-    Inverses of the diagonal blocks are joined in pairs: [[A, 0], [B, D]] has [[A', 0], [-D' B A', D']]. No power of the
-    matrix is taken, which would grow where the inverse does not.
+    Inverses of the diagonal blocks are joined in pairs: [[A, 0], [B, D]] has
+    [[A', 0], [-D' B A', D']]. No power of the matrix is taken, which would grow where the inverse
+    does not.
     """
     *lead, C, _ = lower.shape
     inverse, size = jnp.ones((*lead, C, 1, 1), lower.dtype), 1

@@ -1,7 +1,7 @@
 """Second half of a layer with a dense feed-forward and experts side by side (Gemma 4).
 
-Both read the residual stream x through norms of their own, and so does the router; a learned factor s of each feature
-multiplies the router's input. With the block's norm before the half and after it:
+Both read the residual stream x through norms of their own, and so does the router; a learned factor
+s of each feature multiplies the router's input. With the block's norm before the half and after it:
 
     y = norm(dense(norm(x))) + norm(experts(norm(x), routed by rms(x) s / sqrt(D)));  x += norm(y)
 """

@@ -1,25 +1,30 @@
 """Mixture of experts: routing of tokens to experts, and expert parallelism over mesh axes.
 
-The axes are `expert`, and in folded layouts `context` and `tensor` too (sharding/layouts.py). Tokens are dispatched
-with an all-to-all over them: all tokens, in groups of unequal size (`dropless_moe`), or as many of each sequence as an
-expert has capacity for (`capacity_moe`). Over several nodes there are two: over the network with one row for each token
-and node, then inside the node with one for each expert. On the way back a node sums a token's outputs in float32 and
-returns one row (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
+The axes are `expert`, and in folded layouts `context` and `tensor` too (sharding/layouts.py).
+Tokens are dispatched with an all-to-all over them: all tokens, in groups of unequal size
+(`dropless_moe`), or as many of each sequence as an expert has capacity for (`capacity_moe`). Over
+several nodes there are two: over the network with one row for each token and node, then inside the
+node with one for each expert. On the way back a node sums a token's outputs in float32 and returns
+one row (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
 
-Load balancing and capacity are counted within a sequence (DeepSeek-V3, equations 17 to 20): a token's output does not
-depend on other sequences, so the numbers are the same on any mesh and with any gradient accumulation.
+Load balancing and capacity are counted within a sequence (DeepSeek-V3, equations 17 to 20): a
+token's output does not depend on other sequences, so the numbers are the same on any mesh and with
+any gradient accumulation.
 
-Padding is not text. `route` gives padding positions no expert, and everything after it follows from that: padding is
-not copied, sent, multiplied or counted, and capacities and buffers are shares of the text alone. The loss of a text is
-the same whatever the number, amount and place of the padding tokens around it.
+Padding is not text. `route` gives padding positions no expert, and everything after it follows from
+that: padding is not copied, sent, multiplied or counted, and capacities and buffers are shares of
+the text alone. The loss of a text is the same whatever the number, amount and place of the padding
+tokens around it.
 
-A routing weight multiplies the hidden layer of its expert, before the `down` matmul, and not the output: its gradient
-then needs the hidden layer, which is there, and the backward pass neither saves nor recomputes the experts' outputs and
-their way back (as with ScatterMoE, Tan et al. 2024, arXiv:2403.08245, the numbers equal a weighted sum).
+A routing weight multiplies the hidden layer of its expert, before the `down` matmul, and not the
+output: its gradient then needs the hidden layer, which is there, and the backward pass neither
+saves nor recomputes the experts' outputs and their way back (as with ScatterMoE, Tan et al. 2024,
+arXiv:2403.08245, the numbers equal a weighted sum).
 
-Each device of `tensor` routes its own part of the sequence. Where `tensor` splits the experts, rows leave from there
-and return there. Where it splits the width of each expert, all its devices send the rows of the complete sequence, by
-`sequence_all_gather`, and outputs are partial sums `{U/tensor}`, which `sequence_reduce_scatter` reduces.
+Each device of `tensor` routes its own part of the sequence. Where `tensor` splits the experts, rows
+leave from there and return there. Where it splits the width of each expert, all its devices send
+the rows of the complete sequence, by `sequence_all_gather`, and outputs are partial sums
+`{U/tensor}`, which `sequence_reduce_scatter` reduces.
 """
 
 import dataclasses
@@ -59,12 +64,14 @@ from meshwright.sharding.sequence import SequenceSplit
 EXPERT = ("expert",)
 TENSOR = ("tensor",)
 ExchangeType = Literal["compute", "fp8"]
-"""Type of the rows that go to experts on other devices: the compute dtype, or float8 with a scale for each row."""
+"""Type of the rows that go to experts on other devices: the compute dtype,
+or float8 with a scale for each row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Configuration of a router; a family's fields of the same names have the meanings (families/expert_fields.py)."""
+    """Configuration of a router; a family's fields of the same names have the meanings
+    (families/expert_fields.py)."""
 
     experts: int
     experts_per_token: int
@@ -101,10 +108,11 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """Experts of every token, weights of their outputs, and scores and log-sum-exp of the router's logits.
+    """Experts of every token, weights of their outputs,
+    and scores and log-sum-exp of the router's logits.
 
-    Letter X: the k experts of a token, best first; letter R: all experts, whose scores sum to one. All but the int32
-    indices are float32.
+    Letter X: the k experts of a token, best first; letter R: all experts, whose scores sum to one.
+    All but the int32 indices are float32.
     """
 
     experts_BTX: jax.Array
@@ -131,10 +139,12 @@ def route(
 ) -> Routes:
     """Scores every expert for every token and picks the top k.
 
-    padding_BT: positions that get no expert; None where all are text.  scale_R: factor on the weight of each expert.
+    padding_BT: positions that get no expert; None where all are text.
+    scale_R: factor on the weight of each expert.
 
-    bias_R: added to the scores for the choice of experts only, not for their weights (auxiliary-loss-free load
-    balancing: arXiv:2412.19437, equation 16).  logit_bias_R: learned bias of the router's logits (GPT-OSS).
+    bias_R: added to the scores for the choice of experts only, not for their weights
+    (auxiliary-loss-free load balancing: arXiv:2412.19437, equation 16).
+    logit_bias_R: learned bias of the router's logits (GPT-OSS).
     """
     # By default TPUs multiply float32 in one pass of bfloat16, which changes the choice of experts.
     logits_BTR = jnp.einsum(
@@ -143,8 +153,8 @@ def route(
     if logit_bias_R is not None:
         logits_BTR += logit_bias_R.astype(jnp.float32)
     lse_BT = jax.nn.logsumexp(logits_BTR, -1)
-    # Scores can all round to 0, so that what divides by their sum would not be a number; logarithms of scores cannot:
-    # s / sum(s) = softmax(log s), whose derivatives are at most 1.
+    # Scores can all round to 0, so that what divides by their sum would not be a number; logarithms
+    # of scores cannot: s / sum(s) = softmax(log s), whose derivatives are at most 1.
     if r.router_score == "softmax":
         log_scores_BTR = logits_BTR - lse_BT[..., None]
         scores_BTR = probs_BTR = jnp.exp(log_scores_BTR)
@@ -171,7 +181,8 @@ def route(
 
 
 def _within_best_groups(r: Routing, scores_BTR: jax.Array) -> jax.Array:
-    """Returns the scores with minus infinity outside of a token's best groups, scored by their two best experts."""
+    """Returns the scores with minus infinity outside of a token's best groups, scored
+    by their two best experts."""
     grouped = scores_BTR.reshape(*scores_BTR.shape[:2], r.expert_groups, -1)
     best_scores = lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
     best_groups = lax.top_k(best_scores.sum(-1), r.topk_groups)[1]
@@ -187,13 +198,16 @@ def _scores_of(scores_R: jax.Array, experts_X: jax.Array) -> jax.Array:
 
 
 def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
-    """Returns the router's auxiliary losses, load and entropy of this device's sequences, summed over `tensor`.
+    """Returns the router's auxiliary losses, load and entropy
+    of this device's sequences, summed over `tensor`.
 
-    balance: load-balancing loss, E times the sum over experts of (fraction of tokens x mean router probability); 1 for
-    an even load.  router z: mean squared log-sum-exp (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, equation 5).  load:
-    tokens routed to each expert, [E].  entropy: mean of -sum p ln p over the router probabilities p of a token. Means
-    and sums are over text: padding counts nowhere. Sums over the token axes are over the batch. Each device of `tensor`
-    has its own positions, so the gradient of the router is partial over `tensor`.
+    balance: load-balancing loss, E times the sum over experts of (fraction of tokens x mean router
+    probability); 1 for an even load.
+    router z: mean squared log-sum-exp (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, equation 5).
+    load: tokens routed to each expert, [E].
+    entropy: mean of -sum p ln p over the router probabilities p of a token. Means and sums are over
+    text: padding counts nowhere. Sums over the token axes are over the batch. Each device of
+    `tensor` has its own positions, so the gradient of the router is partial over `tensor`.
     """
     padding_BT = routes.padding_BT
     text_BT = jnp.ones(routes.lse_BT.shape, bool) if padding_BT is None else ~padding_BT
@@ -207,7 +221,8 @@ def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
     fractions_BE = sequence_counts_BE / jnp.maximum(tokens_B, 1)[:, None]
     balance = (fractions_BE * mean_probs_BE).sum() * (r.experts / r.experts_per_token)
     z = (jnp.square(routes.lse_BT) * weights_BT).sum()
-    # A copy: fused into the logarithm, the products with the probabilities would be summed in another order.
+    # A copy: fused into the logarithm, the products with the probabilities would be summed
+    # in another order.
     probs_BTR = lax.optimization_barrier(lax.stop_gradient(routes.router_probs_BTR))
     entropy_BT = -(probs_BTR * jnp.log(jnp.maximum(probs_BTR, 1e-30))).sum(-1)
     entropy = (entropy_BT * weights_BT).sum()
@@ -223,7 +238,8 @@ def hidden_layer(
 ) -> Callable[..., jax.Array]:
     """Returns the hidden layer times the routing weight of each row.
 
-    It is a function `(gate, up, weights [..., 1])` of SwiGLU and GeGLU, and `(up, weights)` of the square of ReLU.
+    It is a function `(gate, up, weights [..., 1])` of SwiGLU and GeGLU,
+    and `(up, weights)` of the square of ReLU.
     """
     if activation == "relu2":
         return _weighted_relu2
@@ -248,17 +264,19 @@ def _weighted_relu2(up: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 Multiply = Callable[[Any, Any, jax.Array], tuple[jax.Array, ...]]
-"""Grouped matmul: `(rows [R, K], weights, each [E, K, N], rows of each expert [E]) -> results, each [R, N]`
-(kernels/choose.py). Weights in low precision take `Rows` too."""
+"""Grouped matmul: `(rows [R, K], weights, each [E, K, N], rows of each expert [E]) -> results, each
+[R, N]` (kernels/choose.py). Weights in low precision take `Rows` too."""
 ExpertWeights = dict[str, jax.Array]
-"""Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]; of experts with
-biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]. Folded they are [E/expert+context+tensor]
-and have all of F. Experts with the square of ReLU have no gate."""
+"""Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down
+[E/expert, F/tensor, D]; of experts with biases gate_bias, up_bias [E/expert, F/tensor] and
+down_bias [E/expert, D]. Folded they are [E/expert+context+tensor] and have all of F. Experts with
+the square of ReLU have no gate. Those in a latent have Z for D."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts(Kind):
-    """Mixture of experts of one kind of layers, with experts that every token uses where `shared` is above 0.
+    """Mixture of experts of one kind of layers,
+    with experts that every token uses where `shared` is above 0.
 
     Fields of a family that have the same names have the meanings (families/expert_fields.py).
     """
@@ -268,23 +286,30 @@ class Experts(Kind):
     """Feed-forward width F of an expert."""
     out_std: float
     """Initial standard deviation of the projections down."""
+    expert_latent: int | None = None
+    """Width Z of the latent that routed experts read and write, between two projections that all
+    experts share (Nemotron 3 Super); None is the model's width. Router and shared experts read the
+    model's width."""
     shared: int = 0
     """Feed-forward width of the experts that every token uses."""
     shared_gate: bool = False
     """Whether the sigmoid of a projection of the token multiplies their output (Qwen3-Next)."""
     router_bias: Literal["none", "choice", "logits"] = "none"
-    """Bias that changes the choice of experts and not their weights (DeepSeek-V3), or of the logits (GPT-OSS)."""
+    """Bias that changes the choice of experts and not their weights (DeepSeek-V3),
+    or of the logits (GPT-OSS)."""
     bias: bool = False
     """Whether the projections of experts have biases."""
     activation: Activation = "silu"
-    """Function of the gate in the hidden layer of routed experts; gelu is its approximation by tanh. relu2 is relu(up)^2
-    without a gate, of shared experts too (Nemotron 3)."""
+    """Function of the gate in the hidden layer of routed experts; gelu is its approximation by
+    tanh. relu2 is relu(up)^2 without a gate, of shared experts too (Nemotron 3)."""
     weight_scale: bool = False
     """Whether a learned factor of each expert multiplies its routing weights (Gemma 4)."""
     clamp: tuple[float, float] | None = None
-    """Factor of the gate inside of the sigmoid, and largest gate and factor, of clamped SwiGLU (GPT-OSS)."""
+    """Factor of the gate inside of the sigmoid, and largest gate and factor,
+    of clamped SwiGLU (GPT-OSS)."""
     weighted: Literal["hidden", "input"] = "hidden"
-    """Whether the routing weight multiplies the hidden layer or the input of an expert (Llama 4)."""
+    """Whether the routing weight multiplies the hidden layer or the input
+    of an expert (Llama 4)."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
     capacity_factor: float = 1.25
     expert_buffer_factor: float = 0.0
@@ -315,17 +340,29 @@ class Experts(Kind):
         """Projections into the hidden layer."""
         return ("up",) if self.activation == "relu2" else ("gate", "up")
 
+    @property
+    def row_width(self) -> int:
+        """Width of the rows that routed experts read and write."""
+        return self.width if self.expert_latent is None else self.expert_latent
+
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
         L, D, E, F = layers, self.width, self.routing.experts, self.hidden
+        row = "D" if self.expert_latent is None else "Z"
         params = {
             "router": Param((L, D, E), "LDR", precision="float32", role="router"),
             **{
-                f"expert_{name}": Param((L, E, D, F), "LEDF", role="ffn_in")
+                f"expert_{name}": Param((L, E, self.row_width, F), f"LE{row}F", role="ffn_in")
                 for name in self.projections
             },
-            "expert_down": Param((L, E, F, D), "LEFD", std=self.out_std, role="ffn_out"),
+            "expert_down": Param(
+                (L, E, F, self.row_width), f"LEF{row}", std=self.out_std, role="ffn_out"
+            ),
         }
+        if self.expert_latent is not None:
+            Z = self.expert_latent
+            params["latent_down"] = Param((L, D, Z), "LDZ", role="expert_latent")
+            params["latent_up"] = Param((L, Z, D), "LZD", std=self.out_std, role="expert_latent")
         if self.router_bias != "none":
             # A step of `bias_update_rate` is lost in a bfloat16 bias above 0.5.
             at_rest: Stored | None = "float32" if self.router_bias == "choice" else None
@@ -338,7 +375,7 @@ class Experts(Kind):
             params |= {
                 f"expert_{name}_bias": Param((L, E, F), "LEF", "zeros") for name in self.projections
             }
-            params["expert_down_bias"] = Param((L, E, D), "LED", "zeros")
+            params["expert_down_bias"] = Param((L, E, self.row_width), f"LE{row}", "zeros")
         if self.shared:
             params |= {
                 f"shared_{name}": Param((L, D, self.shared), "LDF", role="ffn_in")
@@ -366,6 +403,7 @@ class Experts(Kind):
             topk_groups=r.topk_groups,
             weighted=self.weighted,
             gates_shared=bool(self.shared and self.shared_gate),
+            latent=self.expert_latent,
         )
         return {"experts": spec, "hidden_products": 1 / len(self.projections)}
 
@@ -375,7 +413,8 @@ class Experts(Kind):
         return lambda h_BTD, w: apply(h_BTD, h_BTD, w)
 
     def build_routed(self, ctx: ForwardContext) -> Callable[..., Any]:
-        """Returns the experts of a step's tokens: `(input of the router, input of the experts, weights) -> y, aux`."""
+        """Returns the experts of a step's tokens: `(input of the router, input of the experts,
+        weights) -> y, aux`."""
         padding_BT = ctx.tokens.padding
         text: jax.Array | None = None
         if padding_BT is not None:
@@ -430,8 +469,12 @@ class Experts(Kind):
         w: dict[str, Any],
         text: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the outputs of routed and shared experts, [B, T/tensor, D], and the pairs that were dropped."""
-        # Where `tensor` splits the experts, the routed ones get and return the tokens of this device.
+        """Returns the outputs of routed and shared experts, [B, T/tensor, D],
+        and the pairs that were dropped."""
+        if self.expert_latent is not None:
+            return self._latent_outputs(ctx, h_BTD, routes, w, text)
+        # Where `tensor` splits the experts, the routed ones get and return the tokens
+        # of this device.
         folded = "tensor" in ctx.expert_axes
         gathered_BTD = h_BTD
         if self.shared or not folded:
@@ -447,6 +490,41 @@ class Experts(Kind):
         if self.shared:
             y_BTD += self._shared_output(gathered_BTD, w)
         return sequence_reduce_scatter(y_BTD, 1), dropped
+
+    def _latent_outputs(
+        self,
+        ctx: ForwardContext,
+        h_BTD: jax.Array,
+        routes: Routes,
+        w: dict[str, Any],
+        text: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns what `_outputs` does, of routed experts between two projections.
+
+            y = latent_up routed(latent_down h) + shared(h)
+
+        Each device of `tensor` projects its own positions, so that latents are gathered and
+        scattered, and not the residual stream.
+        """
+        z_BTZ = linear(h_BTD, w["latent_down"])
+        if "tensor" in ctx.expert_axes:
+            routed_BTZ, dropped = self._routed_outputs(ctx, z_BTZ, routes, w, text)
+            if dropped is not None:
+                dropped = all_reduce(dropped, TENSOR)
+        else:
+            gathered_BTZ = sequence_all_gather(z_BTZ, 1)
+            partial_BTZ, dropped = self._routed_outputs(
+                ctx, gathered_BTZ, _gathered(routes), w, text
+            )
+            routed_BTZ = sequence_reduce_scatter(partial_BTZ, 1)
+        # The gradient of latent_up reads it: saved with the hidden layer, it is not computed, and
+        # sent, again.
+        routed_BTZ = checkpoint_name(routed_BTZ, FFN_HIDDEN)
+        y_BTD = linear(routed_BTZ, w["latent_up"])
+        if self.shared:
+            shared_BTD = self._shared_output(sequence_all_gather(h_BTD, 1), w)
+            y_BTD += sequence_reduce_scatter(shared_BTD, 1)
+        return y_BTD, dropped
 
     def _routed_outputs(
         self,
@@ -494,6 +572,12 @@ class Experts(Kind):
             return None
         return -(-all_reduce(text_BT.sum(dtype=jnp.int32), axes) // devices)
 
+    def sends_rounded(self, w: ExpertWeights) -> bool:
+        """Returns whether rows are rounded before they are sent to their experts: for a smaller
+        exchange, or because products in low precision would round them alike where they arrive."""
+        is_rounded_by_products = isinstance(w["up"], SelfMultiplying) and self.weighted == "hidden"
+        return self.expert_exchange == "fp8" or is_rounded_by_products
+
     def apply(
         self,
         rows: Rows,
@@ -506,8 +590,10 @@ class Experts(Kind):
     ) -> jax.Array:
         """Applies each expert to its rows, and their routing weights.
 
-        rows: [rows, D], sorted by expert.  weights: [rows, 1].  rows_E: rows of each expert.  partial: axes that split
-        the experts' width, over which the result is a partial sum.
+        rows: [rows, D], of experts in a latent [rows, Z], sorted by expert.
+        weights: [rows, 1].
+        rows_E: rows of each expert.
+        partial: axes that split the experts' width, over which the result is a partial sum.
         """
         if self.weighted == "input":
             rows = Rows(rows.values * weights.astype(rows.values.dtype))
@@ -528,12 +614,14 @@ class Experts(Kind):
         def scaled_bias(scales: jax.Array) -> jax.Array:
             return (scales * _bias_of_rows(w["down_bias"], rows_E, out)).astype(out.dtype)
 
-        # One of the devices whose outputs are summed adds the bias; the gradient of the weights reads it again.
+        # One of the devices whose outputs are summed adds the bias;
+        # the gradient of the weights reads it again.
         return out + scaled_bias(weights * (axis_index(partial) == 0))
 
 
 def _bias_of_rows(bias: jax.Array, rows_E: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns the bias of each row's expert in the shape and type of `like`; any for the empty rows of a buffer."""
+    """Returns the bias of each row's expert in the shape and type of `like`;
+    any for the empty rows of a buffer."""
     expert = (jnp.arange(like.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
     return take_rows(bias, expert, few_rows).astype(like.dtype)
 
@@ -549,7 +637,8 @@ def _gathered(routes: Routes) -> Routes:
 
 @jax.custom_jvp
 def _with_values(x: jax.Array, low: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns float8 rows times their scales in the type of x. The derivative is by x, of which nothing is read."""
+    """Returns float8 rows times their scales in the type of x.
+    The derivative is by x, of which nothing is read."""
     return (low.astype(jnp.float32) * scales).astype(x.dtype)
 
 
@@ -557,11 +646,13 @@ _with_values.defjvp(lambda primals, tangents: (_with_values(*primals), tangents[
 
 
 def round_rows(x: jax.Array) -> Rows:
-    """Returns the rows of x [R, D] rounded to float8 (e4m3) with a scale each; derivatives pass unchanged.
+    """Returns the rows of x [R, D] rounded to float8 (e4m3) with a scale each;
+    derivatives pass unchanged.
 
-    DeepSeek-V3 sends activations to experts in fp8 and their outputs, like the gradients of both, in bfloat16
-    (arXiv:2412.19437, sections 3.2.2 and 3.3.3). Here every row is rounded before it is sent, also where all experts
-    are on its own device, so that the numbers do not depend on the mesh; sending it then loses nothing.
+    DeepSeek-V3 sends activations to experts in fp8 and their outputs, like the gradients of both,
+    in bfloat16 (arXiv:2412.19437, sections 3.2.2 and 3.3.3). Here every row is rounded before it is
+    sent, also where all experts are on its own device, so that the numbers do not depend on the
+    mesh; sending it then loses nothing.
     """
     fixed = lax.stop_gradient(x)
     low, scales = quantise(fixed, largest_along(fixed, (1,)), GROUPED_FORMAT)
@@ -571,7 +662,8 @@ def round_rows(x: jax.Array) -> Rows:
 def send_with_columns(
     rows: jax.Array, columns: jax.Array, send: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends rows [R, D] and float32 columns of each [R, C] as one array of their bits; returns what arrives of both.
+    """Sends rows [R, D] and float32 columns of each [R, C] as one array of their bits;
+    returns what arrives of both.
 
     | D elements of a row | C float32 columns | zeros up to a multiple of 16 bytes |
     """
@@ -630,7 +722,8 @@ def send_rows(
 def _send_rows_forward(
     rows: Rows, columns: jax.Array, exchange: Exchange, *static: Any
 ) -> tuple[Arrived, tuple[Exchange, jax.Array]]:
-    # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
+    # The number of rows is not an array, so an array of shape [rows, 0] carries it
+    # to the backward pass.
     carrier = jnp.zeros((rows.values.shape[0], 0))
     return send_rows(rows, columns, exchange, *static), (exchange, carrier)
 
@@ -659,12 +752,15 @@ Apply = Callable[[Rows, jax.Array, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ExpertParallelism:
-    """Devices that the experts of a layer are split over, and what each of them has: buffers and experts."""
+    """Devices that the experts of a layer are split over,
+    and what each of them has: buffers and experts."""
 
     between: Level | None
-    """Nodes between which a token is sent once; None where it is sent once for each of its experts."""
+    """Nodes between which a token is sent once;
+    None where it is sent once for each of its experts."""
     inside: Level | None
-    """Devices that split the experts of a node, or of the mesh without nodes; None for one device."""
+    """Devices that split the experts of a node, or of the mesh without nodes;
+    None for one device."""
     node_experts: int
     """Experts of the devices of `inside` together."""
     local_experts: int
@@ -687,17 +783,21 @@ def dropless_moe(
     nodes: int = 1,
     text: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes the weighted sum of each token's experts, in groups of unequal size (MegaBlocks, arXiv:2211.15841).
+    """Computes the weighted sum of each token's experts,
+    in groups of unequal size (MegaBlocks, arXiv:2211.15841).
 
         out[t] = sum over the experts x of token t that have room: weight[t, x] expert_x(h[t])
 
-    Tokens are dispatched, copied and sorted by expert, to the devices of their experts; each device multiplies groups
-    of rows by the weights of its experts; and the outputs return and are combined, summed by token.
+    Tokens are dispatched, copied and sorted by expert, to the devices of their experts; each device
+    multiplies groups of rows by the weights of its experts; and the outputs return and are
+    combined, summed by token.
 
-    axes: those that split the experts.  nodes: groups of their devices between which a token has one row for all of its
-    experts in a group; with 1 it has one for each expert.  text: as `Experts.mean_text` returns it, or None to count it.
-    Returns the outputs [B, T, D], zeros at padding, and a number that sums over `axes` to the (token, expert) pairs
-    that found no room; None where there is always room.
+    axes: those that split the experts.
+    nodes: groups of their devices between which a token has one row for all of its experts in a
+    group; with 1 it has one for each expert.
+    text: as `Experts.mean_text` returns it, or None to count it. Returns the outputs [B, T, D],
+    zeros at padding, and a number that sums over `axes` to the (token, expert) pairs that found no
+    room; None where there is always room.
     """
     k = e.routing.experts_per_token
     h_TD = h_BTD.reshape(-1, h_BTD.shape[-1])
@@ -709,10 +809,7 @@ def dropless_moe(
     partial = () if "tensor" in axes else TENSOR
     apply = functools.partial(e.apply, w=w, multiply=multiply, partial=partial)
     parallelism = _split_experts(e, len(h_TD), axes, nodes, text, apply)
-    # Products in low precision would round these rows alike where they arrive.
-    rounded_by_products = isinstance(w["up"], SelfMultiplying) and e.weighted == "hidden"
-    is_rounded = e.expert_exchange == "fp8" or rounded_by_products
-    rows = round_rows(h_TD) if is_rounded else Rows(h_TD)
+    rows = round_rows(h_TD) if e.sends_rounded(w) else Rows(h_TD)
     dispatch = _to_experts if nodes == 1 else _to_nodes
     out_TD, served = dispatch(rows, chosen_TX, weights_TX, parallelism)
     dropped = None
@@ -724,7 +821,8 @@ def dropless_moe(
 def _split_experts(
     e: Experts, tokens: int, axes: Axes, nodes: int, text: jax.Array | None, apply: Apply
 ) -> ExpertParallelism:
-    """Returns how `axes` split the experts. tokens: of a device.  text: tokens of text, as in `dropless_moe`."""
+    """Returns how `axes` split the experts. tokens: of a device.
+    text: tokens of text, as in `dropless_moe`."""
     spec: ExpertSpec = e.facts()["experts"]
     devices = math.prod(map(lax.axis_size, axes))
     levels = split_axes(axes, (nodes, devices // nodes))
@@ -733,7 +831,8 @@ def _split_experts(
     buffers = spec.buffers(tokens, devices, nodes)
     limits = buffers
     if text is not None:
-        # A device has the room of its even share of the text; its buffers are as large as batches without padding need.
+        # A device has the room of its even share of the text;
+        # its buffers are as large as batches without padding need.
         rooms = spec.rooms(np.arange(tokens + 1), devices, nodes)
         limits = ExpertBuffers(
             nodes=jnp.minimum(buffers.nodes, look_up(rooms.nodes, text)),
@@ -780,7 +879,8 @@ def sort_copies(
 ) -> Copies:
     """Sorts the slots of rows by their group, as many as have room.
 
-    group_RX: `groups` and above is no copy.  limit: copies that are made, at most and by default `room`.
+    group_RX: `groups` and above is no copy.
+    limit: copies that are made, at most and by default `room`.
     """
     limit = room if limit is None else limit
     group = group_RX.reshape(-1)
@@ -795,7 +895,8 @@ def sort_copies(
 
 @jax.custom_vjp
 def copy_rows(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns rows `source` of x, [copies, D]. places: of the copies of each row, [rows, k], out of bounds for none.
+    """Returns rows `source` of x, [copies, D].
+    places: of the copies of each row, [rows, k], out of bounds for none.
 
         grad_x = sum_copies(grad_y, source, places)
 
@@ -806,7 +907,8 @@ def copy_rows(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def sum_copies(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the sum of the copies of each row, [rows, D], in float32: the transpose of `copy_rows`.
+    """Returns the sum of the copies of each row, [rows, D],
+    in float32: the transpose of `copy_rows`.
 
     grad_x = copy_rows(grad_y, source, places)
     """
@@ -829,7 +931,8 @@ sum_copies.defvjp(
 def copies_of(
     rows: Rows, columns: jax.Array, source: jax.Array, places: jax.Array
 ) -> tuple[Rows, jax.Array]:
-    """Copies rows as `copy_rows` does; returns them and their columns, with the scales of rounded rows as the last."""
+    """Copies rows as `copy_rows` does;
+    returns them and their columns, with the scales of rounded rows as the last."""
     values = copy_rows(rows.values, source, places)
     if rows.rounded is None:
         return Rows(values), columns
@@ -842,10 +945,12 @@ def _to_experts(
 ) -> tuple[jax.Array, jax.Array]:
     """Dispatches a copy of each row to every one of its experts, and combines their outputs.
 
-        rows [T, D] -> copies sorted by expert [copies, D] -> devices of the experts -> outputs [copies, D] -> [T, D]
+        rows [T, D] -> copies sorted by expert [copies, D] -> devices
+        of the experts -> outputs [copies, D] -> [T, D]
 
-    chosen_TX: experts, counted from the first of the devices `parallelism.inside`; any number above theirs for none.
-    Copies without room give zeros. Returns the outputs and the number of copies that found room.
+    chosen_TX: experts, counted from the first of the devices `parallelism.inside`; any number above
+    theirs for none. Copies without room give zeros. Returns the outputs and the number of copies
+    that found room.
     """
     k = chosen_TX.shape[1]
     copies = sort_copies(
@@ -861,7 +966,8 @@ def _to_experts(
         out = parallelism.apply(sent, weights, copies.sizes)
         served = copies.sizes.sum()
     else:
-        # A row has at most one copy for each expert, which bounds those that one device sends another.
+        # A row has at most one copy for each expert,
+        # which bounds those that one device sends another.
         most_copies = len(chosen_TX) * min(k, parallelism.local_experts)
         out, served = _apply_elsewhere(sent, columns, copies.sizes, most_copies, parallelism)
     return sum_copies(out, source, copies.places), served
@@ -874,10 +980,12 @@ def _apply_elsewhere(
     most_copies: int,
     parallelism: ExpertParallelism,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends rows to the devices of their experts and returns the outputs in the same order, and how many found room.
+    """Sends rows to the devices of their experts and returns the outputs in the same order,
+    and how many found room.
 
-    columns: routing weight of each row, then its scale where rows are rounded.  sizes: rows for each expert of the
-    devices.  most_copies: bound on the rows that one device sends another.
+    columns: routing weight of each row, then its scale where rows are rounded.
+    sizes: rows for each expert of the devices.
+    most_copies: bound on the rows that one device sends another.
     """
     level = parallelism.inside
     assert level is not None
@@ -897,13 +1005,14 @@ def _apply_elsewhere(
 def _to_nodes(
     rows: Rows, chosen_TX: jax.Array, weights_TX: jax.Array, parallelism: ExpertParallelism
 ) -> tuple[jax.Array, jax.Array]:
-    """Dispatches each row once to every node of its experts, and inside the node to these (DeepSeek-V3, section 3.2.2).
+    """Dispatches each row once to every node of its experts, and inside the node to these
+    (DeepSeek-V3, section 3.2.2).
 
         network          node                          network
         row, once   ->   a copy for each expert   ->   sum of the node's outputs, once
 
-    The device of a node that a row arrives at is the counterpart of the one that sent it, and sums the outputs of the
-    row's experts there. Returns as `_to_experts` does.
+    The device of a node that a row arrives at is the counterpart of the one that sent it, and sums
+    the outputs of the row's experts there. Returns as `_to_experts` does.
     """
     level = parallelism.between
     assert level is not None
@@ -932,7 +1041,8 @@ def _to_nodes(
 
 
 def _sort_by_node(chosen_TX: jax.Array, nodes: int, node_experts: int, room: int) -> Copies:
-    """Sorts the slots of tokens by the node of their expert, the first slot of each token and node."""
+    """Sorts the slots of tokens by the node of their expert, the first slot
+    of each token and node."""
     node_TX = chosen_TX // node_experts
     is_same_node_TXX = node_TX[:, :, None] == node_TX[:, None]
     is_first_TX = is_same_node_TXX.argmax(-1) == jnp.arange(chosen_TX.shape[1])
@@ -940,14 +1050,16 @@ def _sort_by_node(chosen_TX: jax.Array, nodes: int, node_experts: int, room: int
 
 
 def _chosen_in_node(chosen_from_one_TX: jax.Array, node: jax.Array, node_experts: int) -> jax.Array:
-    """Returns experts counted from the first of a node, or their number `node_experts` for those of other nodes."""
+    """Returns experts counted from the first of a node,
+    or their number `node_experts` for those of other nodes."""
     chosen_TX = chosen_from_one_TX.astype(jnp.int32) - 1 - node * node_experts
     is_in_node = (chosen_TX >= 0) & (chosen_TX < node_experts)
     return jnp.where(is_in_node, chosen_TX, node_experts)
 
 
 def expert_capacity(r: Routing, tokens: Any, factor: float) -> Any:
-    """Returns the tokens of a sequence that an expert has capacity for: `factor` times an even share, rounded up.
+    """Returns the tokens of a sequence that an expert has capacity for: `factor` times an
+    even share, rounded up.
 
     tokens: tokens of text in the sequence, an integer or an array of them.
     """
@@ -960,13 +1072,15 @@ def capacity_moe(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts within their capacity, first choices first.
 
-    Every expert has capacity for a number of tokens of each sequence (GShard: Lepikhin et al. 2020, arXiv:2006.16668,
-    section 2.2), which follows from the sequence's tokens of text. Tokens are dispatched to slots of their experts:
+    Every expert has capacity for a number of tokens of each sequence (GShard: Lepikhin et al. 2020,
+    arXiv:2006.16668, section 2.2), which follows from the sequence's tokens of text. Tokens are
+    dispatched to slots of their experts:
 
-        tokens [B, T, D] -> slots [E, B, C, D] -> all-to-all [E/expert, B*expert, C, D] -> experts -> and back
+        tokens [B, T, D] -> slots [E, B, C, D] -> all-to-all [E/expert, B*expert, C, D] ->
+        experts -> and back
 
-    Returns the outputs [B, T, D], zeros at padding, and the number of this device's (token, expert) pairs that were
-    dropped.
+    Returns the outputs [B, T, D], zeros at padding,
+    and the number of this device's (token, expert) pairs that were dropped.
     """
     r = e.routing
     B = h_BTD.shape[0]
@@ -1000,8 +1114,8 @@ def _pairs_within_capacity(
 
         kept[p] = (pairs of the expert before p in the sequence) < capacity of an expert
 
-    Pairs are counted over the complete sequence, all first choices before any second choice.  capacities: by the
-    number of tokens of text in a sequence.
+    Pairs are counted over the complete sequence, all first choices before any second choice.
+    capacities: by the number of tokens of text in a sequence.
     """
     complete_BTX = all_gather(experts_BTX, CONTEXT, 1)
     if sequence.shards > 1:
@@ -1020,7 +1134,8 @@ def _pairs_within_capacity(
 def _slots_of_pairs(
     r: Routing, experts_BTX: jax.Array, kept_BTX: jax.Array, capacity: int
 ) -> jax.Array:
-    """Returns the index of each pair among the kept pairs of its expert on this device; `capacity` if dropped."""
+    """Returns the index of each pair among the kept pairs of its expert on this device;
+    `capacity` if dropped."""
     one_hot_BTXE = (experts_BTX[..., None] == jnp.arange(r.experts)) & kept_BTX[..., None]
     slot_BTE = jnp.cumsum(one_hot_BTXE.any(2), 1) - 1
     slot_BTX = jnp.take_along_axis(slot_BTE, experts_BTX, -1, mode="clip")
@@ -1030,7 +1145,8 @@ def _slots_of_pairs(
 def _dispatch_to_slots(
     x: jax.Array, index: tuple[jax.Array, ...], slots: tuple[int, int, int]
 ) -> jax.Array:
-    """Writes x [B, T, k or 1, ...] to slots [E, B, C] of its experts and sends them there: [E/expert, B*expert, C, ...]."""
+    """Writes x [B, T, k or 1, ...] to slots [E, B, C] of its experts and sends them there:
+    [E/expert, B*expert, C, ...]."""
     zeros = jnp.zeros((*slots, *x.shape[3:]), x.dtype)
     filled = zeros.at[index].set(x, mode="drop", unique_indices=True)
     return all_to_all(filled, EXPERT, 0, 1)

@@ -1,14 +1,18 @@
-"""Sparse indexer (lightning indexer: DeepSeek-V3.2-Exp, section 2.1): a light scorer chooses the keys of each query.
+"""Sparse indexer (lightning indexer: DeepSeek-V3.2-Exp, section 2.1): a light scorer chooses
+the keys of each query.
 
 With the normalised input h, the latent of queries c_q and few heads of its own:
 
-    q = c_q index_query;  k = layer_norm(h index_key), one key for all heads;  weights = h index_weights
+    q = c_q index_query
+    k = layer_norm(h index_key), one key for all heads
+    weights = h index_weights
     I[t, s] = sum over heads of weights[t] * relu(rope(q)[t] . rope(k)[s])
 
-Attention sees the `top_k` keys with the highest I. Every device of `tensor` has the complete indexer, so that all choose
-the same keys. The choice has no derivative, and h and c_q are detached: the loss of the text trains none of these
-parameters. They are frozen, or have a loss of their own (equations 3 and 4). With p[t] the attention weights of query t,
-added over the main heads and divided by their sum, and S[t] the keys that it attends to:
+Attention sees the `top_k` keys with the highest I. Every device of `tensor` has the complete
+indexer, so that all choose the same keys. The choice has no derivative, and h and c_q are detached:
+the loss of the text trains none of these parameters. They are frozen, or have a loss of their own
+(equations 3 and 4). With p[t] the attention weights of query t, added over the main heads and
+divided by their sum, and S[t] the keys that it attends to:
 
     loss = mean over t of sum over s in S[t] of p[t, s] (log p[t, s] - log softmax(I[t, S[t]])[s])
 """
@@ -33,7 +37,8 @@ from meshwright.models.model import Aux, Metrics, Tokens
 from meshwright.sharding.params import Param, Tree
 
 _NORM = Norm("layer", 1e-6, bias=True)
-"""Norm of the keys; its constant is that of the released code, whatever that of the other norms is."""
+"""Norm of the keys; its constant is that of the released code, whatever that
+of the other norms is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,8 @@ class Indexer:
     width: int
     """Model width D."""
     query_rank: int
-    """Width of the latent of queries, which its own queries are projections of; 0 where there is no such latent."""
+    """Width of the latent of queries, which its own queries are projections of;
+    0 where there is no such latent."""
     heads: int
     head_size: int
     top_k: int
@@ -94,7 +100,8 @@ class Indexer:
     ) -> Index:
         """Returns what the keys of a step's queries are chosen by.
 
-        h_BTD: normalised input of the layer, this device's positions.  q_BTIH: the indexer's queries, all positions.
+        h_BTD: normalised input of the layer, this device's positions.
+        q_BTIH: the indexer's queries, all positions.
         cos_sin: angles of its rotary.
         """
         h_BTD = jax.lax.stop_gradient(h_BTD)
@@ -110,8 +117,9 @@ class Indexer:
     def loss(self, index: Index, q_BTNH: jax.Array, k_BSNH: jax.Array, tokens: Tokens) -> Aux:
         """Returns the loss of the indexer, summed over sequences, the mean over the text of each.
 
-        q_BTNH, k_BSNH: queries and keys of this device's main heads, all positions.  Each device of `tensor` compares the
-        queries of its own positions, so the gradients of the indexer are partial over `tensor`.
+        q_BTNH, k_BSNH: queries and keys of this device's main heads, all positions. Each device of
+        `tensor` compares the queries of its own positions, so the gradients of the indexer are
+        partial over `tensor`.
         """
         assert tokens.segments is not None and tokens.padding is not None
         positions = sequence_positions(tokens.segments)
@@ -137,7 +145,8 @@ class Indexer:
 
 
 def divergence_metric(aux: dict[str, Aux], sequences: int) -> Metrics:
-    """Returns the metric of the indexers' losses, the mean over layers; {} where none is trained."""
+    """Returns the metric of the indexers' losses, the mean over layers;
+    {} where none is trained."""
     found = [part["index divergence"] for part in aux.values() if "index divergence" in part]
     if not found:
         return {}
@@ -146,7 +155,8 @@ def divergence_metric(aux: dict[str, Aux], sequences: int) -> Metrics:
 
 
 def _summed_attention(q_BTNH: jax.Array, k_BSNH: jax.Array, seen_BTS: jax.Array) -> jax.Array:
-    """Returns the attention weights added over all main heads and divided by their sum, [B, T/tensor, S], detached."""
+    """Returns the attention weights added over all main heads and divided by their sum,
+    [B, T/tensor, S], detached."""
     q_BTNH = jax.lax.stop_gradient(q_BTNH) * q_BTNH.shape[-1] ** -0.5
     scores_BNTS = jnp.einsum(
         "btnh,bsnh->bnts",

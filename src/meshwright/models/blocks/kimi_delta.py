@@ -1,14 +1,17 @@
-"""Kimi Delta Attention (Kimi Linear, arXiv:2510.26692, section 3): a gated delta net with a decay for each channel.
+"""Kimi Delta Attention (Kimi Linear, arXiv:2510.26692, section 3): a gated delta net
+with a decay for each channel.
 
-The delta rule, its convolution and its state are those of blocks/delta_net.py. Each channel of a key has a decay of its
-own; decays and output gate are projections of products of low rank, and the gate is a sigmoid:
+The delta rule, its convolution and its state are those of blocks/delta_net.py. Each channel of a
+key has a decay of its own; decays and output gate are projections of products of low rank, and the
+gate is a sigmoid:
 
     h, f, g = sequence_all_gather(h, h Wf_down, h Wg_down)
     q, k, v, b = column_parallel(h);  s, gate = column_parallel(f Wf_up, g Wg_up)
     decay = -exp(a_log) softplus(s + step_bias);  rate = sigmoid(b)
     out = row_parallel((rms_norm(delta_net(q, k, v, decay, rate)) * sigmoid(gate)) Wo)
 
-The down projections are the same on every device of `tensor`: each computes them for its own positions.
+The down projections are the same on every device of `tensor`: each computes them
+for its own positions.
 """
 
 import dataclasses
@@ -74,7 +77,8 @@ class KimiDelta(DeltaNet):
         return DeltaInputs(q_BTNH, k_BTNH, v_BTNGH, decay_BTNGH, rate_BTNG), products[5]
 
     def _up(self, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
-        """Returns queries, keys, values and rates, of the input; decays and gates, of the products of low rank."""
+        """Returns queries, keys, values and rates, of the input;
+        decays and gates, of the products of low rank."""
         rank = self.delta.gate_rank
         h_BTD = gathered_BTZ[..., : -2 * rank]
         step_BTZ = gathered_BTZ[..., -2 * rank : -rank]

@@ -1,4 +1,5 @@
-"""Elementary layers: linear, vocabulary-parallel embedding, norms in float32, dropout with one mask on any mesh."""
+"""Elementary layers: linear, vocabulary-parallel embedding, norms in float32, dropout
+with one mask on any mesh."""
 
 import abc
 import dataclasses
@@ -25,7 +26,8 @@ from meshwright.sharding.params import Param
 
 
 class SelfMultiplying(abc.ABC):
-    """Gathered weight that is not an array: quantised (quantisation.py), or with an adapter (adapters.py)."""
+    """Gathered weight that is not an array: quantised (quantisation.py),
+    or with an adapter (adapters.py)."""
 
     option: ClassVar[str]
     """Option that made it such a weight."""
@@ -37,35 +39,42 @@ class SelfMultiplying(abc.ABC):
 
     @abc.abstractmethod
     def linear(self, x: jax.Array, contract: int) -> jax.Array:
-        """Multiplies `x` by this weight, contracting the last `contract` dimensions of x; result in x's dtype."""
+        """Multiplies `x` by this weight, contracting the last `contract` dimensions of x;
+        result in x's dtype."""
 
     def __jax_array__(self) -> jax.Array:
         raise ConfigError(
             f"a weight of {self.option} used as an array",
             "only its matmul is defined",
-            f"{linear.__module__}.linear(x, w), or {self.option} without this weight: a Param without a role",
+            f"{linear.__module__}.linear(x, w), or {self.option} without this weight: a Param "
+            "without a role",
         )
 
 
 def linear(x: jax.Array, w: Any, *, contract: int = 1) -> jax.Array:
-    """Multiplies `x` by `w`, contracting the last `contract` dimensions of x with the first ones of w.
+    """Multiplies `x` by `w`, contracting the last `contract` dimensions of x
+    with the first ones of w.
 
-    w: an array, or an object with a method `linear(x, contract)`, such as a `SelfMultiplying` weight.
+    w: an array, or an object with a method `linear(x, contract)`, such
+    as a `SelfMultiplying` weight.
 
-    The tokens are one dimension of the product: XLA:CPU transposes a weight gradient that contracts batch and sequence
-    as two by copies, which takes the step of a small GPT from 32 to 48 ms. The weight keeps its dimensions: with heads
-    and their size as one, XLA:TPU copies the gradients of queries, keys and values three times each (docs/log.md).
+    The tokens are one dimension of the product: XLA:CPU transposes a weight gradient that contracts
+    batch and sequence as two by copies, which takes the step of a small GPT from 32 to 48 ms. The
+    weight keeps its dimensions: with heads and their size as one, XLA:TPU copies the gradients of
+    queries, keys and values three times each (docs/log.md).
     """
     if hasattr(w, "linear"):
         return w.linear(x, contract)
-    lead, dims = x.shape[: x.ndim - contract], tuple(range(contract))
-    contracted = (tuple(1 + dim for dim in dims), dims)
-    out = jax.lax.dot_general(x.reshape(-1, *w.shape[:contract]), w, (contracted, ((), ())))
-    return out.reshape(*lead, *w.shape[contract:])
+    by_token = x.reshape(-1, *w.shape[:contract])
+    w_dims = tuple(range(contract))
+    x_dims = tuple(1 + dim for dim in w_dims)
+    out = jax.lax.dot_general(by_token, w, ((x_dims, w_dims), ((), ())))
+    return out.reshape(*x.shape[: x.ndim - contract], *w.shape[contract:])
 
 
 def linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
-    """Returns the products of one input with several weights: queries, keys and values; gate and up."""
+    """Returns the products of one input with several weights: queries, keys and values;
+    gate and up."""
     return [linear(h_BTD, w) for w in weights]
 
 
@@ -75,28 +84,31 @@ def attention_projection(out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
 
 
 SumRows = Callable[[jax.Array, jax.Array, int], jax.Array]
-"""`(x [..., D], index [...], rows) -> sums [rows, D]`: adds each row of x, in float32, to the sum of its index."""
+"""`(x [..., D], index [...], rows) -> sums [rows, D]`: adds each row of x, in float32,
+to the sum of its index."""
 
 
 def scatter_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
-    """Adds rows by one scatter: in order on CPUs and TPUs, and on GPUs by atomics, in another order in every run."""
+    """Adds rows by one scatter: in order on CPUs and TPUs, and on GPUs by atomics,
+    in another order in every run."""
     return jnp.zeros((rows, x.shape[-1]), jnp.float32).at[index].add(x.astype(jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def take_rows(table_VD: jax.Array, index: jax.Array, sum_rows: SumRows) -> jax.Array:
-    """Returns rows of a table, [..., D]. sum_rows: of the gradients of rows that are taken several times."""
+    """Returns rows of a table, [..., D].
+    sum_rows: of the gradients of rows that are taken several times."""
     return table_VD[index]
 
 
 def _take_rows_bwd(
     sum_rows: SumRows, saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, np.ndarray]:
-    # Accumulated in float32: a frequent token sums thousands of rows, and bfloat16 would stop at 256 equal ones.
+    # Accumulated in float32: a frequent token sums thousands of rows,
+    # and bfloat16 would stop at 256 equal ones.
     table_VD, index = saved
-    return sum_rows(g, index, table_VD.shape[0]).astype(table_VD.dtype), np.zeros(
-        index.shape, jax.dtypes.float0
-    )
+    g_table_VD = sum_rows(g, index, table_VD.shape[0]).astype(table_VD.dtype)
+    return g_table_VD, np.zeros(index.shape, jax.dtypes.float0)
 
 
 take_rows.defvjp(
@@ -110,11 +122,14 @@ def embed(
     sum_rows: SumRows = scatter_rows,
     padding_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Looks up token embeddings, [B, T/tensor, D], on the first pipeline stage; zeros at padding, whatever its token.
+    """Looks up token embeddings, [B, T/tensor, D], on the first pipeline stage;
+    zeros at padding, whatever its token.
 
-    table_VD: this device's block of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A device takes
-    zeros for the tokens of other blocks; `sequence_reduce_scatter` sums over `tensor` and `reduce` over `stage`.
-    sum_rows: of the gradient.  padding_BT: positions that are not text; None where all are.
+    table_VD: this device's block of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section
+    3). A device takes zeros for the tokens of other blocks; `sequence_reduce_scatter` sums over
+    `tensor` and `reduce` over `stage`.
+    sum_rows: of the gradient.
+    padding_BT: positions that are not text; None where all are.
     """
     rows = table_VD.shape[0]
     local_BT = tokens_BT - axis_index(VOCAB_AXES) * rows
@@ -122,9 +137,8 @@ def embed(
     if padding_BT is not None:
         in_block_BT &= ~padding_BT
     x_BTD = take_rows(table_VD, jnp.where(in_block_BT, local_BT, 0), sum_rows)
-    return reduce(
-        sequence_reduce_scatter(jnp.where(in_block_BT[..., None], x_BTD, 0), 1), ("stage",), 0
-    )
+    x_BTD = jnp.where(in_block_BT[..., None], x_BTD, 0)
+    return reduce(sequence_reduce_scatter(x_BTD, 1), ("stage",), 0)
 
 
 def _normalised(x: jax.Array, epsilon: float) -> jax.Array:
@@ -134,7 +148,8 @@ def _normalised(x: jax.Array, epsilon: float) -> jax.Array:
 
 @recomputed
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """Divides x by its root mean square along the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """Divides x by its root mean square along the last dimension (Zhang
+    and Sennrich 2019, arXiv:1910.07467)."""
     return _normalised(x, epsilon).astype(x.dtype) * scale.astype(x.dtype)
 
 
@@ -147,12 +162,19 @@ def _rms_norm_plus_one(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Ar
 def _layer_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """Standardises x along its last dimension and scales it (LayerNorm without its bias).
 
-    Of x itself, mean and inverse standard deviation the backward pass computes the standardised values again: plain
-    differentiation saves them in float32, with the difference from the mean and its square.
+    scale: one number for each feature [H], or for each feature of each head [N, H].
+
+    Of x itself, mean and inverse standard deviation the backward pass computes the standardised
+    values again: plain differentiation saves them in float32, with the difference from the mean and
+    its square.
     """
     return _layer_norm_fwd(x, scale, epsilon)[0]
 
 
+# y = (x - mean) / sqrt(var + epsilon), and with g_y = g * scale
+#
+#   grad_x     = (g_y - mean(g_y) - y mean(g_y y)) / sqrt(var + epsilon)
+#   grad_scale = sum over tokens of g y
 def _layer_norm_fwd(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array, Any]:
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32, -1, keepdims=True)
@@ -165,7 +187,8 @@ def _layer_norm_fwd(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax
 def _layer_norm_bwd(epsilon: float, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, scale, mean, inverse_std = saved
     y = (x.astype(jnp.float32) - mean) * inverse_std
-    g_scale = (g * y.astype(g.dtype)).sum(tuple(range(g.ndim - 1))).astype(scale.dtype)
+    tokens = tuple(range(g.ndim - scale.ndim))
+    g_scale = (g * y.astype(g.dtype)).sum(tokens).astype(scale.dtype)
     g_y = (g * scale.astype(g.dtype)).astype(jnp.float32)
     means = jnp.mean(g_y, -1, keepdims=True) + y * jnp.mean(g_y * y, -1, keepdims=True)
     return (inverse_std * (g_y - means)).astype(x.dtype), g_scale
@@ -190,21 +213,27 @@ def _scaled_heads(x_BTNH: jax.Array, inverse_rms_BT: jax.Array, scale_NH: jax.Ar
 class Norm:
     """Normalisation with learned parameters, computed in float32."""
 
-    kind: Literal["rms", "rms_plus_one", "rms_heads", "layer"]
-    """RMSNorm; with the scale 1 + w (Gemma); over all heads together (OLMo 2); LayerNorm (arXiv:1607.06450)."""
+    kind: Literal["rms", "rms_plus_one", "rms_heads", "layer", "layer_heads"]
+    """RMSNorm; with the scale 1 + w (Gemma); over all heads together (OLMo 2);
+    LayerNorm (arXiv:1607.06450); LayerNorm of each head, with a scale of its own for each
+    (Command R+)."""
     epsilon: float
     """Constant added to the mean square or the variance."""
     bias: bool = False
     """Whether a LayerNorm has a bias."""
 
+    @property
+    def scales_each_head(self) -> bool:
+        """Whether the scale of heads has a number for every feature of every head,
+        and not one for all heads."""
+        return self.kind in ("rms_heads", "layer_heads")
+
     def params(self, name: str, shape: tuple[int, ...], dims: str) -> dict[str, Param]:
         """Returns the descriptions of the scale `name`, and of the bias."""
-        scale = Param(shape, dims, "zeros" if self.kind == "rms_plus_one" else "ones")
-        return (
-            {name: scale, f"{name}_bias": Param(shape, dims, "zeros")}
-            if self.bias
-            else {name: scale}
-        )
+        params = {name: Param(shape, dims, "zeros" if self.kind == "rms_plus_one" else "ones")}
+        if self.bias:
+            params[f"{name}_bias"] = Param(shape, dims, "zeros")
+        return params
 
     def without_scale(self, x: jax.Array) -> jax.Array:
         """Normalises x along its last dimension, without a learned scale."""
@@ -212,21 +241,24 @@ class Norm:
 
     def __call__(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Normalises x along its last dimension, or over its heads."""
-        if self.kind == "layer":
+        if self.kind in ("layer", "layer_heads"):
             y = _layer_norm(x, scale, self.epsilon)
             return y if bias is None else y + bias.astype(x.dtype)
         if self.kind == "rms_heads":
-            # Each device of `tensor` scales its own heads by the sum over all: the sum's cotangents are summed in the
-            # backward pass.
+            # Each device of `tensor` scales its own heads by the sum over all: the sum's cotangents
+            # are summed in the backward pass.
             sums_BTP = all_gather(_sum_of_squares(x), ("tensor",), 2)
             mean_BT = sums_BTP.sum(-1) / (sums_BTP.shape[-1] * x.shape[-2] * x.shape[-1])
             return _scaled_heads(x, jax.lax.rsqrt(mean_BT + self.epsilon), scale)
-        return (rms_norm if self.kind == "rms" else _rms_norm_plus_one)(x, scale, self.epsilon)
+        if self.kind == "rms_plus_one":
+            return _rms_norm_plus_one(x, scale, self.epsilon)
+        return rms_norm(x, scale, self.epsilon)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Dropout of the residual stream [B, T/tensor, D]; its mask depends only on seed, step, site and global index."""
+    """Dropout of the residual stream [B, T/tensor, D];
+    its mask depends only on seed, step, site and global index."""
 
     rate: float
     """Fraction of activations set to zero."""
@@ -235,7 +267,8 @@ class Dropout:
     sequences_B: jax.Array
     """Index of each sequence in the global batch, uint32."""
     positions_T: jax.Array
-    """Positions in the complete sequence that this device has, those of all devices of `tensor` together."""
+    """Positions in the complete sequence that this device has, those of all devices
+    of `tensor` together."""
 
     def split(self, count: int) -> "list[Dropout]":
         """Returns the dropout of each of `count` equal pieces of the batch."""
@@ -247,17 +280,17 @@ class Dropout:
         ]
 
     def __call__(self, x_BTD: jax.Array, site: jax.Array | int) -> jax.Array:
-        """Sets a fraction `rate` of x to zero and scales the rest up. site: a different number for each use."""
+        """Sets a fraction `rate` of x to zero and scales the rest up.
+        site: a different number for each use."""
         if self.rate == 0.0:
             return x_BTD
         B, T, D = x_BTD.shape
         position_T = local_shard(self.positions_T, ("tensor",), 0).astype(jnp.uint32)
         index_TD = position_T[:, None] * jnp.uint32(D) + jnp.arange(D, dtype=jnp.uint32)
-        words = (self.key[0], self.key[1] + jnp.asarray(site).astype(jnp.uint32))
+        key = (self.key[0], self.key[1] + jnp.asarray(site).astype(jnp.uint32))
         counter = (self.sequences_B[:, None, None], index_TD[None])
-        bits = threefry2x32_p.bind(
-            *(jnp.broadcast_to(word, (B, T, D)) for word in (*words, *counter))
-        )[0]
+        words = [jnp.broadcast_to(word, (B, T, D)) for word in (*key, *counter)]
+        bits, _ = threefry2x32_p.bind(*words)
         kept = bits >= jnp.uint32(round(self.rate * 2**32))
         return jnp.where(kept, x_BTD / (1.0 - self.rate), 0).astype(x_BTD.dtype)
 
@@ -269,7 +302,8 @@ def no_dropout() -> Dropout:
 
 
 def dropout_key(seed: int, step: jax.Array) -> jax.Array:
-    """Returns the key of one step, uint32[2], with room for 4096 sites. Masks repeat after 2^20 steps.
+    """Returns the key of one step, uint32[2], with room for 4096 sites.
+    Masks repeat after 2^20 steps.
 
     step: int32 scalar.
     """

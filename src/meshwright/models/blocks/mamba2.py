@@ -1,19 +1,22 @@
-"""State space layer of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a short convolution, then a state that decays.
+"""State space layer of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a short convolution, then
+a state that decays.
 
-A head has a state S [state size, H], float32. A token with key k (B of the paper), query q (C), value v (x), step
-t > 0 and the head's rate a < 0 changes it and reads it; keys and queries are shared by the heads of a group:
+A head has a state S [state size, H], float32. A token with key k (B of the paper), query q (C),
+value v (x), step t > 0 and the head's rate a < 0 changes it and reads it; keys and queries are
+shared by the heads of a group:
 
     S <- exp(a t) S + k (t v)';  out = q S + skip v
 
-Chunks of the sequence are computed at once as matmuls (section 6, state space duality): with M_ij the decay from token j
-to token i of the chunk,
+Chunks of the sequence are computed at once as matmuls (section 6, state space duality): with M_ij
+the decay from token j to token i of the chunk,
 
     inside a chunk     out = (Q K' * M) V
     of the chunk       S   = (decayed K)' V
     from before it     out += decayed Q S_before
 
-and a scan over the chunks multiplies and adds states. Nothing crosses from one document into the next: the state is
-zero before a document's first token, and the convolution reads no token before it.
+and a scan over the chunks multiplies and adds states. Nothing crosses from one document into the
+next: the state is zero before a document's first token, and the convolution reads no token before
+it.
 """
 
 import dataclasses
@@ -66,7 +69,8 @@ class SpaceSpec(Recurrence):
     state_size: int
     """Size of a key and a query."""
     taps: int
-    """Tokens W that the convolution of values, keys and queries reads, the token itself included."""
+    """Tokens W that the convolution of values, keys
+    and queries reads, the token itself included."""
 
     def __post_init__(self) -> None:
         each, over = divmod(self.heads, self.groups)
@@ -89,7 +93,8 @@ class SpaceSpec(Recurrence):
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices.
 
-        Values, keys, queries and output gate are saved; what saves everything keeps what the convolution returns too.
+        Values, keys, queries and output gate are saved;
+        what saves everything keeps what the convolution returns too.
         """
         groups = self.groups if replicates_kv_heads(self.groups, tensor) else self.groups / tensor
         values = self.values / tensor
@@ -103,7 +108,8 @@ class SpaceSpec(Recurrence):
     def carried(self, batch: int) -> Carried:
         """Returns the state of one layer: states are [N, B, state size, H].
 
-        Each head has the inputs of its group's key and query: `tensor` may have more devices than there are groups.
+        Each head has the inputs of its group's key and query: `tensor` may have more devices
+        than there are groups.
         """
         channels = self.head_size + 2 * self.state_size
         inputs = (self.heads, batch, self.taps - 1, channels)
@@ -111,7 +117,8 @@ class SpaceSpec(Recurrence):
         return abstract_carried(inputs, states)
 
     def matmuls(self, seq: int) -> list[MatmulSizes]:
-        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
+        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n],
+        and how many there are, of all heads."""
         C, S, H = chunk_of(seq), self.state_size, self.head_size
         return [
             MatmulSizes(C, S, C, self.groups),
@@ -121,10 +128,11 @@ class SpaceSpec(Recurrence):
         ]
 
     def inner_bytes(self, seq: int) -> float:
-        """Returns the bytes per token that the backward pass recomputes, float32, with their gradients.
+        """Returns the bytes per token that the backward pass recomputes, float32,
+        with their gradients.
 
-        Per head: five matrices of a chunk, six of its values, and the states of each chunk and before it; per group: keys
-        and queries.
+        Per head: five matrices of a chunk, six of its values, and the states of each chunk and
+        before it; per group: keys and queries.
         """
         C = chunk_of(seq)
         of_heads = 5 * C + 6 * self.head_size + 4 * self.head_size * self.state_size / C
@@ -134,7 +142,8 @@ class SpaceSpec(Recurrence):
 class SpaceInputs(NamedTuple):
     """Inputs of a layer's tokens on a device, before the convolution.
 
-    value is [B, T, N, H]; key and query are [B, T, K, state size]; step is [B, T, N], above 0, float32.
+    value is [B, T, N, H]; key and query are [B, T, K, state size];
+    step is [B, T, N], above 0, float32.
     """
 
     value: jax.Array
@@ -144,7 +153,8 @@ class SpaceInputs(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """Taps [..., W] and biases of the channels of values [N, H], keys and queries [K, state size]."""
+    """Taps [..., W] and biases of the channels of values [N, H], keys
+    and queries [K, state size]."""
 
     value: tuple[jax.Array, jax.Array]
     key: tuple[jax.Array, jax.Array]
@@ -159,10 +169,13 @@ def mamba2(
     positions_BT: jax.Array,
     carried: Carried | None = None,
 ) -> tuple[jax.Array, Carried]:
-    """Returns the output of a state space [B, T, N, H] in the dtype of the values, and what later tokens need.
+    """Returns the output of a state space [B, T, N, H] in the dtype of the values,
+    and what later tokens need.
 
-    rate_N: below 0, float32.  skip_N: factor of each token's own value.  positions_BT: positions within each document; a
-    token at position 0 begins one.  carried: from the tokens before these; None where there are none.
+    rate_N: below 0, float32.
+    skip_N: factor of each token's own value.
+    positions_BT: positions within each document; a token at position 0 begins one.
+    carried: from the tokens before these; None where there are none.
     """
     T, dtype = x.value.shape[1], x.value.dtype
     if carried is None:
@@ -183,7 +196,8 @@ def _zero_carried(x: SpaceInputs, convolution: Convolution) -> Carried:
 
 
 def _joined(x: SpaceInputs, before_BTNF: jax.Array) -> SpaceInputs:
-    """Returns values, keys and queries with the W - 1 tokens before them. before_BTNF: as `_tail` joins them."""
+    """Returns values, keys and queries with the W - 1 tokens before them.
+    before_BTNF: as `_tail` joins them."""
     heads, size = x.value.shape[2:]
     groups, state_size = x.key.shape[2:]
     value, key, query = jnp.split(before_BTNF, (size, size + state_size), -1)
@@ -241,7 +255,8 @@ def _chunks_of(x: SpaceInputs, rate_N: jax.Array, starts_BT: jax.Array, C: int) 
 
 
 def _add_state(state: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the states after a chunk, and those before it. chunk: what it keeps of them, and what it adds."""
+    """Returns the states after a chunk, and those before it.
+    chunk: what it keeps of them, and what it adds."""
     kept, added = chunk
     return state * kept + added, state
 
@@ -273,7 +288,9 @@ def state_space(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, T, N, H], float32, and the states after the last token.
 
-    x: after the convolution.  starts_BT: whether a token begins a document.  states: as `Carried` has them.
+    x: after the convolution.
+    starts_BT: whether a token begins a document.
+    states: as `Carried` has them.
     """
     T, K = x.key.shape[1:3]
     chunks = _chunks_of(x, rate_N, starts_BT, chunk_of(T))
@@ -289,7 +306,8 @@ def _gated(out_BTNH: jax.Array, gate_BTNH: jax.Array) -> jax.Array:
     return out_BTNH.astype(jnp.float32) * jax.nn.silu(gate_BTNH.astype(jnp.float32))
 
 
-# Both compute the gated output from what the backward pass has: in float32 it would be saved in twice the bytes.
+# Both compute the gated output from what the backward pass has:
+# in float32 it would be saved in twice the bytes.
 @recomputed
 def _sums_of_squares(out_BTNH: jax.Array, gate_BTNH: jax.Array) -> jax.Array:
     """Returns the sum of the squares of each gated head [B, T, N]."""
@@ -300,14 +318,16 @@ def _sums_of_squares(out_BTNH: jax.Array, gate_BTNH: jax.Array) -> jax.Array:
 def _scaled(
     out_BTNH: jax.Array, gate_BTNH: jax.Array, inverse_rms_BTN: jax.Array, scale_NH: jax.Array
 ) -> jax.Array:
-    """Returns the gated heads over their root mean square, times their scale, in the dtype of the output."""
+    """Returns the gated heads over their root mean square, times their scale,
+    in the dtype of the output."""
     normal = _gated(out_BTNH, gate_BTNH) * inverse_rms_BTN[..., None]
     return (normal * scale_NH.astype(jnp.float32)).astype(out_BTNH.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2(Kind):
-    """State space of one kind of layers, with an output gate and a norm of each group's heads together."""
+    """State space of one kind of layers, with an output gate and a norm
+    of each group's heads together."""
 
     space: SpaceSpec
     epsilon: float
@@ -399,9 +419,11 @@ class Mamba2(Kind):
         return Convolution((w["value_taps"], w["value_taps_bias"]), *of_groups)
 
     def _own_groups(self, x: jax.Array, dim: int) -> jax.Array:
-        """Returns the groups of this device's heads. x: of all groups, where `tensor` has more devices than they are.
+        """Returns the groups of this device's heads.
+        x: of all groups, where `tensor` has more devices than they are.
 
-        Gradients of their parameters are summed over `tensor`, as for any parameter that every device of it has.
+        Gradients of their parameters are summed over `tensor`,
+        as for any parameter that every device of it has.
         """
         devices = lax.axis_size("tensor")
         if not replicates_kv_heads(self.space.groups, devices):

@@ -1,12 +1,14 @@
-"""Parts that recurrent layers share: a short convolution, chunks of tokens, decays of states, what decoding carries.
+"""Parts that recurrent layers share: a short convolution, chunks of tokens, decays
+of states, what decoding carries.
 
-A recurrence (blocks/delta_net.py, blocks/mamba2.py) convolves each channel with its own taps and keeps a state per head
-that decays from token to token. Tokens are computed in chunks of C, all chunks at once as one batch of matmuls:
+A recurrence (blocks/delta_net.py, blocks/mamba2.py) convolves each channel with its own taps and
+keeps a state per head that decays from token to token. Tokens are computed in chunks of C, all
+chunks at once as one batch of matmuls:
 
     tokens [B, T, N, ...]  ->  chunks [chunks, N, B, C, ...]  ->  output [B, T, N, ...]
 
-Nothing crosses from one document into the next: the state is zero before a document's first token, and the convolution
-reads no token before it.
+Nothing crosses from one document into the next: the state is zero before a document's first token,
+and the convolution reads no token before it.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +57,8 @@ def convolved(
     positions_BT: jax.Array,
     bias_NF: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the SiLU of the causal convolution and its bias. joined_BTNF: with the W - 1 tokens before."""
+    """Returns the SiLU of the causal convolution and its bias.
+    joined_BTNF: with the W - 1 tokens before."""
     out_BTNF = causal_convolution(joined_BTNF, taps_NFW, positions_BT)
     if bias_NF is not None:
         out_BTNF = out_BTNF + bias_NF
@@ -87,7 +90,8 @@ def chunk_of(tokens: int) -> int:
 
 
 def chunked(x: jax.Array, C: int) -> jax.Array:
-    """Splits [B, T, N, ...] into [chunks, N, B, C, ...], float32; zeros fill the last chunk and change nothing."""
+    """Splits [B, T, N, ...] into [chunks, N, B, C, ...], float32;
+    zeros fill the last chunk and change nothing."""
     B, T = x.shape[:2]
     padding = ((0, 0), (0, -T % C), *((0, 0),) * (x.ndim - 2))
     x = jnp.pad(x.astype(jnp.float32), padding)
@@ -106,7 +110,8 @@ def tokens_of_chunks(out: jax.Array, T: int) -> jax.Array:
 
 
 class Decays(NamedTuple):
-    """Decays of states with one log decay g per token, between tokens of a chunk: [chunks, N, B, G, ...], float32."""
+    """Decays of states with one log decay g per token, between tokens of a chunk:
+    [chunks, N, B, G, ...], float32."""
 
     total: jax.Array
     """Log decays from before the chunk to token i: g_1 + ... + g_i, [C]."""
@@ -115,19 +120,23 @@ class Decays(NamedTuple):
 
     @property
     def from_before(self) -> jax.Array:
-        """Decays from before the chunk to token i: exp(g_1 + ... + g_i), 0 in later documents, [C, 1]."""
+        """Decays from before the chunk to token i: exp(g_1 + ...
+        + g_i), 0 in later documents, [C, 1]."""
         return (jnp.exp(self.total) * (self.document == 0))[..., None]
 
     @property
     def to_end(self) -> jax.Array:
-        """Decays from token i to the end of the chunk: exp(g_{i+1} + ... + g_C), 0 in documents before, [C, 1]."""
+        """Decays from token i to the end of the chunk: exp(g_{i+1} + ...
+        + g_C), 0 in documents before, [C, 1]."""
         same_document = self.document == self.document[..., -1:]
         return (jnp.exp(self.total[..., -1:] - self.total) * same_document)[..., None]
 
     def products(self, x: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns the products of x of token i with k of token j, decayed, [C, C]; x and k are [chunks, N, B, C, H].
+        """Returns the products of x of token i with k of token j, decayed, [C, C];
+        x and k are [chunks, N, B, C, H].
 
-        P_ij = x_i k_j exp(g_{j+1} + ... + g_i) where j <= i are tokens of one document, and 0 elsewhere.
+        P_ij = x_i k_j exp(g_{j+1} + ...
+        + g_i) where j <= i are tokens of one document, and 0 elsewhere.
         """
         C = self.total.shape[-1]
         earlier = jnp.tril(jnp.ones((C, C), bool)) & _same_document(self.document)
@@ -139,18 +148,19 @@ class Decays(NamedTuple):
 class ChannelDecays(NamedTuple):
     """Decays of states with a log decay for each channel h of the key, as `Decays`.
 
-    Decays within a chunk are not a factor of the products of tokens. The chunk is halved: with i in the second half, j
-    in the first and m the last token of the first,
+    Decays within a chunk are not a factor of the products of tokens. The chunk is halved: with i in
+    the second half, j in the first and m the last token of the first,
 
         exp(g_{j+1} + ... + g_i) = exp(g_{m+1} + ... + g_i) exp(g_{j+1} + ... + g_m)
 
-    whose factors are at most 1, however long the chunk and however fast the decay. So the products of the second half
-    with the first are a matmul. Those within each half are made in the same way: blocks of 1, 2, 4, ... tokens.
+    whose factors are at most 1, however long the chunk and however fast the decay. So the products
+    of the second half with the first are a matmul. Those within each half are made in the same way:
+    blocks of 1, 2, 4, ... tokens.
     """
 
     halves: tuple[tuple[jax.Array, jax.Array], ...]
-    """Of blocks of 1, 2, 4, ... tokens: decays from the first half's end to i, to the first half's end from j, each
-    [pairs of blocks, size, H]."""
+    """Of blocks of 1, 2, 4, ... tokens: decays from the first half's end to i, to the first half's
+    end from j, each [pairs of blocks, size, H]."""
     total: jax.Array
     """g_1 + ... + g_i, [C, H]."""
     rest: jax.Array
@@ -169,9 +179,11 @@ class ChannelDecays(NamedTuple):
         return jnp.exp(self.rest) * (self.document == self.document[..., -1:])[..., None]
 
     def products(self, x: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns the products of x of token i with k of token j, decayed, [C, C]; x and k are [chunks, N, B, C, H].
+        """Returns the products of x of token i with k of token j, decayed, [C, C];
+        x and k are [chunks, N, B, C, H].
 
-        P_ij = sum_h x_ih k_jh exp(g_{j+1,h} + ... + g_ih) where j <= i are tokens of one document, and 0 elsewhere.
+        P_ij = sum_h x_ih k_jh exp(g_{j+1,h} + ...
+        + g_ih) where j <= i are tokens of one document, and 0 elsewhere.
         """
         x, k = x[:, :, :, None], k[:, :, :, None]
         products = (x * k).sum(-1)[..., None, None]
@@ -188,7 +200,8 @@ class ChannelDecays(NamedTuple):
 def decays_of(decay: jax.Array, starts_BT: jax.Array, C: int) -> Decays | ChannelDecays:
     """Returns the decays of chunks of C tokens, 0 across documents.
 
-    decay: log decays g, at most 0, [B, T, N, G], or of each channel of a key, [B, T, N, G, key size].
+    decay: log decays g, at most 0, [B, T, N, G],
+    or of each channel of a key, [B, T, N, G, key size].
     starts_BT: whether a token begins a document.
     """
     # The first token of a document decays nothing: what was there is left out by its document.
@@ -203,7 +216,8 @@ def decays_of(decay: jax.Array, starts_BT: jax.Array, C: int) -> Decays | Channe
 
 
 def _channel_decays(decay: jax.Array, document: jax.Array) -> ChannelDecays:
-    """Adds log decays [..., C, H] within blocks of 1, 2, 4, ... tokens: no difference of large sums is taken."""
+    """Adds log decays [..., C, H] within blocks of 1, 2, 4, ...
+    tokens: no difference of large sums is taken."""
     C = decay.shape[-2]
     total, rest = decay, jnp.zeros_like(decay)  # within each block
     halves = []
@@ -225,7 +239,8 @@ def _same_document(document: jax.Array) -> jax.Array:
 
 
 def _pairs(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first and the second of each pair of blocks of `size` tokens, [..., pairs, size, H]."""
+    """Returns the first and the second of each pair of blocks
+    of `size` tokens, [..., pairs, size, H]."""
     *lead, C, H = x.shape
     pairs = x.reshape(*lead, C // (2 * size), 2, size, H)
     return pairs[..., 0, :, :], pairs[..., 1, :, :]

@@ -1,4 +1,5 @@
-"""Rotary position embedding (RoPE: Su et al. 2021, arXiv:2104.09864) and its scalings for longer contexts.
+"""Rotary position embedding (RoPE: Su et al. 2021, arXiv:2104.09864) and its scalings
+for longer contexts.
 
 Linear and Llama 3.1's; YaRN is in yarn.py.
 """
@@ -23,12 +24,14 @@ RotaryBase = Annotated[float, msgspec.Meta(gt=1, le=sys.float_info.max)]
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling(Ranged, part="model.rope-scaling"):
-    """Llama 3.1's scaling of low frequencies for long contexts (arXiv:2407.21783; meta-llama `apply_scaling`)."""
+    """Llama 3.1's scaling of low frequencies for long contexts (arXiv:2407.21783;
+    meta-llama `apply_scaling`)."""
 
     factor: PositiveFloat = 8.0
     """Factor by which low frequencies are divided."""
     low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled by the full factor."""
+    """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled
+    by the full factor."""
     high_freq_factor: PositiveFloat = 4.0
     """Wavelengths below original_max_position_embeddings / high_freq_factor are not scaled."""
     original_max_position_embeddings: PositiveInt = 8192
@@ -61,7 +64,8 @@ def rope_frequencies(head_size: int, theta: float, scaling: RopeScaling | None) 
 
 
 def rope_angles(positions_BT: jax.Array, frequency_H: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine [B, T, 1, H/2], float32. positions_BT: positions within each document."""
+    """Returns cosine and sine [B, T, 1, H/2], float32.
+    positions_BT: positions within each document."""
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency_H.reshape(1, 1, 1, -1)
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -74,7 +78,8 @@ def apply_rope(
 ) -> jax.Array:
     """Rotates each pair of features (i, i + H/2), or of neighbours (2i, 2i + 1), by its angle.
 
-    The first features of all pairs come first: queries and keys in one order have the scores of any other.
+    The first features of all pairs come first: queries and keys in one order have the scores
+    of any other.
     """
     cos, sin = cos_sin
     x32 = x_BTNH.astype(jnp.float32)
@@ -88,7 +93,8 @@ def apply_rope(
 
 @dataclasses.dataclass(frozen=True)
 class Temperature:
-    """Growth of queries with their position: times 1 + scale ln(1 + floor((position + offset) / length))."""
+    """Growth of queries with their position: times 1 + scale ln(1 + floor((position + offset)
+    / length))."""
 
     scale: float
     length: int
@@ -97,7 +103,8 @@ class Temperature:
     """1 counts positions from 1 (Llama 4), 0 from 0 (Ministral 3)."""
 
     def factor(self, positions_BT: jax.Array) -> jax.Array:
-        """Returns the factor on queries, float32 [B, T, 1, 1]. positions_BT: positions within each document."""
+        """Returns the factor on queries, float32 [B, T, 1, 1].
+        positions_BT: positions within each document."""
         counted_BT = positions_BT.astype(jnp.float32)
         if self.offset:
             counted_BT += float(self.offset)
@@ -116,11 +123,13 @@ class Rotary:
     scaling: RopeScaling | Yarn | None = None
     """Scaling of the low frequencies."""
     factor: float = 1.0
-    """Factor by which all frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
+    """Factor by which all frequencies are divided (linear position
+    interpolation, arXiv:2306.15595)."""
     pairs: Literal["halves", "neighbours"] = "halves"
     """Features that make a pair: one of each half, or neighbours."""
     turning: float = 1.0
-    """Fraction of the pairs that turn, those of the highest frequencies; the others have the frequency 0 (Gemma 4)."""
+    """Fraction of the pairs that turn, those of the highest frequencies;
+    the others have the frequency 0 (Gemma 4)."""
     field: str = dataclasses.field(default="head_size", compare=False)
     """Field of the family that gives `size`, which errors name."""
 
@@ -135,7 +144,8 @@ class Rotary:
         )
 
     def angles(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns cosine and sine [B, T, 1, size/2], float32. positions_BT: positions within each document."""
+        """Returns cosine and sine [B, T, 1, size/2], float32.
+        positions_BT: positions within each document."""
         if isinstance(self.scaling, Yarn):
             cos, sin = rope_angles(positions_BT, self.scaling.frequencies(self.size, self.theta))
             return cos * self.scaling.magnitude, sin * self.scaling.magnitude

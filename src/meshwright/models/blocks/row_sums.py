@@ -1,13 +1,16 @@
-"""Sums of rows by index in one order on every platform: gradients of tables and of routed tokens."""
+"""Sums of rows by index in one order on every platform: gradients of tables and
+of routed tokens."""
 
 import jax
 import jax.numpy as jnp
 
 
 def sorted_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
-    """Adds rows in one order on every platform: sorted by index, in blocks (docs/determinism.md has its time).
+    """Adds rows in one order on every platform: sorted by index,
+    in blocks (docs/determinism.md has its time).
 
-    A matmul sums the rows of a block that have the same index, so no two updates of its scatter meet.
+    A matmul sums the rows of a block that have the same index,
+    so no two updates of its scatter meet.
     """
     block, x_RD = min(512, index.size), x.reshape(-1, x.shape[-1])
     index_R = jnp.pad(index.reshape(-1), (0, -index.size % block), constant_values=rows)
@@ -25,7 +28,8 @@ def sorted_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
 
 
 def few_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
-    """Adds rows by one matmul, in one order; what rows with an index out of bounds hold does not matter."""
+    """Adds rows by one matmul, in one order;
+    what rows with an index out of bounds hold does not matter."""
     # Up to some 150 sums take no longer than reading x.
     equal_VR = jax.nn.one_hot(index.reshape(-1), rows, dtype=x.dtype, axis=0)
     x_RD = jnp.where((index < rows)[..., None], x, 0).reshape(-1, x.shape[-1])

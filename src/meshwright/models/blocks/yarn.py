@@ -25,7 +25,8 @@ class Yarn(Ranged, part="model.yarn"):
     attention_factor: PositiveFloat | None = None
     """Factor on queries and keys after rotation; None is 0.1 ln(factor) + 1."""
     bounds: Literal["whole", "exact"] = "whole"
-    """Whether the first and the last pair that are scaled in part are rounded outward (whole), or not (GPT-OSS)."""
+    """Whether the first and the last pair that are scaled
+    in part are rounded outward (whole), or not (GPT-OSS)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,8 +35,8 @@ class Yarn(Ranged, part="model.yarn"):
             (
                 fast < slow,
                 f"YaRN with beta_fast {fast} and beta_slow {slow}",
-                "pairs that turn more often than beta_fast keep their frequency, and those that turn less often "
-                "than beta_slow are scaled",
+                "pairs that turn more often than beta_fast keep their frequency, and those that "
+                "turn less often than beta_slow are scaled",
                 f"--model.yarn.beta-fast {32 * slow}",
             )
         )
@@ -73,14 +74,17 @@ class Yarn(Ranged, part="model.yarn"):
 
 @dataclasses.dataclass(frozen=True)
 class LatentYarn(Yarn):
-    """YaRN of latent attention, with a factor on attention scores besides (DeepSeek-V2, arXiv:2405.04434)."""
+    """YaRN of latent attention, with a factor on attention scores besides
+    (DeepSeek-V2, arXiv:2405.04434)."""
 
     factor: PositiveFloat = 40.0
     """Factor by which low frequencies are divided."""
     mscale: NonNegativeFloat = 1.0
-    """Weight of ln(factor) in the factor on rotated queries and keys, over that of `mscale_all_dim`; 0 is none."""
+    """Weight of ln(factor) in the factor on rotated queries and keys, over that of
+    `mscale_all_dim`; 0 is none."""
     mscale_all_dim: NonNegativeFloat = 1.0
-    """Weight of ln(factor) in the factor on scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 0 has no such factor."""
+    """Weight of ln(factor) in the factor on scores, (0.1 mscale_all_dim ln(factor) + 1)^2;
+    0 has no such factor."""
 
     @property
     def magnitude(self) -> float:

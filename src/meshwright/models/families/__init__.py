@@ -13,7 +13,8 @@ def family_name(model: Model) -> str:
 
 
 def find_family(name: str) -> type[Model]:
-    """Returns the class of a family. Raises ConfigError with the nearest name, and for what is not such a class."""
+    """Returns the class of a family.
+    Raises ConfigError with the nearest name, and for what is not such a class."""
     if not isinstance(name, str):
         raise ConfigError(f"model family {name!r}", "it is not text", '"family": "llama"')
     family = resolve("model family", name)

@@ -1,4 +1,5 @@
-"""Arcee's AFM (2025; its published configuration): Llama's layers with an MLP whose hidden features are relu(h up)^2."""
+"""Arcee's AFM (2025; its published configuration): Llama's layers with an MLP
+whose hidden features are relu(h up)^2."""
 
 import dataclasses
 

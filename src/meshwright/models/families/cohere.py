@@ -1,7 +1,9 @@
-"""Command R (Cohere 2024) and Command R7B and A (2024-25, arXiv:2504.00698): attention and feed-forward side by side.
+"""Command R and R+ (Cohere 2024), Command R7B and A (2024-25, arXiv:2504.00698): attention and
+feed-forward side by side.
 
-Both halves of a layer read one LayerNorm without bias, of which there is one per layer. Rotation turns neighbouring
-features. Cohere 2 has three layers with a sliding window and rotary embedding to each without both (NoPE).
+Both halves of a layer read one LayerNorm without bias, of which there is one per layer. Rotation
+turns neighbouring features. Command R+ normalises each head of queries and keys. Cohere 2 has three
+layers with a sliding window and rotary embedding to each without both (NoPE).
 """
 
 import dataclasses
@@ -17,14 +19,8 @@ from meshwright.ranges import PositiveFloat, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
-class Cohere(TiedOrNot, GroupedQuery):
-    """Configuration of a Command R decoder.
-
-    Example:
-        >>> model = mw.Cohere(vocab=32000, width=512, layers=8, heads=8, kv_heads=2, mlp=1536)
-        >>> sorted(name for name in model.params()["blocks"] if "norm" in name)
-        ['attention_norm']
-    """
+class _ParallelHalves(TiedOrNot, GroupedQuery):
+    """Fields and layers that both generations have."""
 
     mlp: PositiveInt = 384
     """Feed-forward width F."""
@@ -53,13 +49,30 @@ class Cohere(TiedOrNot, GroupedQuery):
         feed_forward = FeedForward(self.width, self.mlp, self.out_std)
         return Block("blocks", attention, feed_forward, self.norm, "shared")
 
+
+@dataclasses.dataclass(frozen=True)
+class Cohere(_ParallelHalves):
+    """Configuration of a Command R or Command R+ decoder.
+
+    Example:
+        >>> model = mw.Cohere(vocab=32000, width=512, layers=8, heads=8, kv_heads=2, mlp=1536)
+        >>> sorted(name for name in model.params()["blocks"] if "norm" in name)
+        ['attention_norm']
+    """
+
+    qk_norm: Literal["none", "layer_heads"] = "none"
+    """Normalisation of queries and keys: a LayerNorm of each head, whose scale is its own
+    (layer_heads: Command R+)."""
+
     def build(self) -> Decoder:
         """Returns layers of one kind."""
-        return self.repeat(self.block(self.attention()), logit_factor=self.logit_scale)
+        qk_norm = None if self.qk_norm == "none" else Norm(self.qk_norm, self.norm_epsilon)
+        block = self.block(self.attention(qk_norm=qk_norm))
+        return self.repeat(block, logit_factor=self.logit_scale)
 
 
 @dataclasses.dataclass(frozen=True)
-class Cohere2(Cohere):
+class Cohere2(_ParallelHalves):
     """Configuration of a Command R7B or Command A decoder.
 
     Example:

@@ -1,7 +1,9 @@
-"""DeepSeek-V3 (arXiv:2412.19437), DeepSeek-V2-Lite (arXiv:2405.04434) and Kimi K2 (arXiv:2507.20534).
+"""DeepSeek-V3 (arXiv:2412.19437), DeepSeek-V2-Lite (arXiv:2405.04434)
+and Kimi K2 (arXiv:2507.20534).
 
-Multi-head latent attention (blocks/latent.py), then the second half of a Mixtral layer: a SwiGLU in the first layers,
-routed and shared experts after them. A further layer may predict the token after the next (models/forward.py).
+Multi-head latent attention (blocks/latent.py), then the second half of a Mixtral layer: a SwiGLU in
+the first layers, routed and shared experts after them. A further layer may predict the token after
+the next (models/forward.py).
 """
 
 import dataclasses
@@ -29,7 +31,8 @@ class Deepseek(LatentWidths, DenseLayersFirst):
     """Configuration of a mixture of experts with multi-head latent attention.
 
     Example:
-        >>> model = mw.Deepseek(vocab=32000, width=512, layers=8, heads=8, experts=16, dense_layers=1)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 8, "heads": 8}
+        >>> model = mw.Deepseek(**sizes, experts=16, dense_layers=1)
         >>> attention = model.spec().layers[0].attention
         >>> attention.head_size, attention.value_size, attention.latent.cached
         (48, 32, 80)
@@ -50,7 +53,8 @@ class Deepseek(LatentWidths, DenseLayersFirst):
 
     @property
     def router_bias(self) -> Literal["none", "choice"]:
-        """Bias of the router: with sigmoid scores, as the released weights of DeepSeek-V3 have it."""
+        """Bias of the router: with sigmoid scores,
+        as the released weights of DeepSeek-V3 have it."""
         return "choice" if self.router_score == "sigmoid" else super().router_bias
 
     @property
@@ -84,7 +88,8 @@ class Deepseek(LatentWidths, DenseLayersFirst):
         return dataclasses.replace(self.decoder.layers[-1], stack=MTP)
 
     def params(self) -> Tree:
-        """Returns the parameter descriptions; `mtp` is the layer that predicts the token after the next."""
+        """Returns the parameter descriptions;
+        `mtp` is the layer that predicts the token after the next."""
         if not self.mtp_depth:
             return super().params()
         D = self.width
@@ -104,7 +109,8 @@ class Deepseek(LatentWidths, DenseLayersFirst):
     ) -> tuple[jax.Array, Layer]:
         """Returns the input of the layer that predicts the token after the next, and the layer.
 
-        x_BTD: hidden states after the last layer.  ctx: its tokens are those that follow each position.
+        x_BTD: hidden states after the last layer.
+        ctx: its tokens are those that follow each position.
         """
         norm, block = self.decoder.norm, self._further
         h_BTD = norm(x_BTD, ctx.gather_params(params["final_norm"], "final_norm"))

@@ -1,5 +1,6 @@
-"""DeepSeek-V3.2 (DeepSeek-AI 2025) and GLM-5 (Zhipu AI 2026; its published configuration): DeepSeek-V3's layers, in which
-an indexer (blocks/indexer.py) chooses the keys that each query attends to.
+"""DeepSeek-V3.2 (DeepSeek-AI 2025) and GLM-5 (Zhipu AI 2026; its published configuration):
+DeepSeek-V3's layers, in which an indexer (blocks/indexer.py) chooses the keys that each query
+attends to.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from meshwright.sharding.params import Param, Tree
 class DeepseekSparse(Deepseek):
     """Configuration of a DeepSeek decoder whose attention is sparse.
 
-    The loss of the text does not train the indexer: it stays as it is, or has a loss of its own (`index_training`).
+    The loss of the text does not train the indexer: it stays as it is,
+    or has a loss of its own (`index_training`).
 
     Example:
         >>> model = mw.DeepseekSparse(vocab=32000, width=512, layers=8, heads=8, experts=16)
@@ -35,10 +37,12 @@ class DeepseekSparse(Deepseek):
     index_topk: PositiveInt = 2048
     """Keys that a query attends to."""
     index_pairs: Literal["halves", "neighbours"] = "halves"
-    """Features that the indexer rotates in pairs: one of each half (DeepSeek-V3.2), or neighbours (GLM-5)."""
+    """Features that the indexer rotates in pairs: one of each half (DeepSeek-V3.2),
+    or neighbours (GLM-5)."""
     index_training: Annotated[IndexTraining, changes("program", "evaluation", "plan")] = "frozen"
-    """Stage of the indexer (DeepSeek-V3.2, section 2.1.1): `frozen` leaves it as it is; `warmup` trains it alone, with
-    attention to all keys; `sparse` trains everything, the indexer on the keys that it chose."""
+    """Stage of the indexer (DeepSeek-V3.2, section 2.1.1): `frozen` leaves it as it is; `warmup`
+    trains it alone, with attention to all keys; `sparse` trains everything, the indexer on the keys
+    that it chose."""
 
     @property
     def indexer(self) -> Indexer:
@@ -56,7 +60,8 @@ class DeepseekSparse(Deepseek):
         )
 
     def params(self) -> Tree:
-        """Returns the parameter descriptions, of which the warm-up freezes all but the indexer's."""
+        """Returns the parameter descriptions,
+        of which the warm-up freezes all but the indexer's."""
         params = super().params()
         if self.index_training != "warmup":
             return params
@@ -72,7 +77,8 @@ class DeepseekSparse(Deepseek):
         return params if self.index_training == "warmup" else super().post_update(params, aux)
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
-        """Returns the metrics of the experts, and the mean loss of the indexers that are trained."""
+        """Returns the metrics of the experts,
+        and the mean loss of the indexers that are trained."""
         return {**super().layer_metrics(aux, sequences), **divergence_metric(aux, sequences)}
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:

@@ -29,16 +29,17 @@ class RoutedExperts(DecoderModel):
     expert_mlp: PositiveInt = 384
     """Feed-forward width F of an expert."""
     expert_buffer_factor: Annotated[NonNegativeFloat, changes("program", "evaluation")] = 0.0
-    """Rows that each of n devices that experts are split over has room for, as a multiple of an even share; for
-    `dropless`. Rows beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to
-    n times the share, and gives the numbers of one device."""
+    """Rows that each of n devices that experts are split over has room for, as a multiple of an
+    even share; for `dropless`. Rows beyond are dropped and counted as `choices dropped`. 0 has room
+    for the most that can arrive, up to n times the share, and gives the numbers of one device."""
     aux_loss_weight: Annotated[NonNegativeFloat, changes("program")] = 0.001
     """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
     router_z_loss_weight: Annotated[NonNegativeFloat, changes("program")] = 0.0
     """Weight of the router's z-loss, summed over layers (ST-MoE, arXiv:2202.08906, equation 5)."""
 
     def routed(self, **changes: Any) -> Experts:
-        """Returns the experts: fields of `Routing` and `Experts` that the family has, others by default or changed."""
+        """Returns the experts: fields of `Routing` and `Experts`
+        that the family has, others by default or changed."""
 
         def made(kind: Any, **others: Any) -> Any:
             names = [field.name for field in dataclasses.fields(kind)]
@@ -55,7 +56,8 @@ class RoutedExperts(DecoderModel):
             (
                 routing.normalize_top_k and routing.experts_per_token == 1 < routing.experts,
                 "1 expert per token whose weights are scaled to sum to one (normalize_top_k)",
-                "the weight of the one expert is 1 whatever its score, so the router has no gradient",
+                "the weight of the one expert is 1 whatever its score, so the router has no "
+                "gradient",
                 fix,
             )
         )
@@ -64,8 +66,8 @@ class RoutedExperts(DecoderModel):
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
         """Returns the routing metrics of a step, averaged over the layers with experts.
 
-        The expert balance is one where all experts have equal load; the largest load is that of the busiest expert of a
-        layer over the mean.
+        The expert balance is one where all experts have equal load; the largest load is that of the
+        busiest expert of a layer over the mean.
         """
         sums = [aux[stack] for stack in self.decoder.stacks if "load" in aux.get(stack, {})]
         if not sums:
@@ -97,21 +99,24 @@ class ChoiceOfExperts(RoutedExperts):
     routed_scaling: PositiveFloat = 1.0
     """Factor on the weights of routed experts (DeepSeek-V3: 2.5)."""
     expert_groups: PositiveInt = 1
-    """Groups of neighbouring experts; a token uses its best `topk_groups` (DeepSeek-V3: 8, of which 4)."""
+    """Groups of neighbouring experts;
+    a token uses its best `topk_groups` (DeepSeek-V3: 8, of which 4)."""
     topk_groups: PositiveInt = 1
     """Groups whose experts a token may use."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
-    """Dispatch of tokens to experts: all of them, in groups of unequal size (dropless), or as many of each sequence as
-    an expert has capacity for (capacity)."""
+    """Dispatch of tokens to experts: all of them, in groups of unequal size (dropless), or as many
+    of each sequence as an expert has capacity for (capacity)."""
     capacity_factor: PositiveFloat = 1.25
-    """Capacity of an expert as a multiple of an even share of a sequence's tokens; for `capacity`."""
+    """Capacity of an expert as a multiple of an even share of a sequence's tokens;
+    for `capacity`."""
     expert_exchange: Annotated[ExchangeType, changes("program", "evaluation", "plan")] = "compute"
-    """Type of the rows that go to experts, for `dropless`: the compute dtype, or fp8 with a scale for each row, as in
-    DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows are rounded on every mesh. Those of
-    experts in low precision always are, but in Llama 4, whose routing weights multiply them where they arrive."""
+    """Type of the rows that go to experts, for `dropless`: the compute dtype, or fp8 with a scale
+    for each row, as in DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows
+    are rounded on every mesh. Those of experts in low precision always are, but in Llama 4, whose
+    routing weights multiply them where they arrive."""
     bias_update_rate: Annotated[NonNegativeFloat, changes("program")] = 0.0
-    """Step of the router bias that balances load without an auxiliary loss (DeepSeek-V3, section 2.1.2); 0 disables
-    it."""
+    """Step of the router bias that balances load without an auxiliary loss (DeepSeek-V3,
+    section 2.1.2); 0 disables it."""
 
     @property
     def router_bias(self) -> Literal["none", "choice"]:
@@ -119,7 +124,8 @@ class ChoiceOfExperts(RoutedExperts):
         return "choice" if self.bias_update_rate > 0 else "none"
 
     def post_update(self, params: Tree, aux: dict[str, Aux]) -> Tree:
-        """Returns `params` with the router bias moved towards experts whose load was below the mean.
+        """Returns `params` with the router bias moved towards experts
+        whose load was below the mean.
 
         aux: in the rows of `params`.
         """
@@ -155,7 +161,8 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
         return self.routed(shared=self.shared_experts * self.expert_mlp)
 
     def second_halves(self) -> list[tuple[str, Kind]]:
-        """Returns the stack and the second half of every layer: the dense layers, then those with experts."""
+        """Returns the stack and the second half of every layer: the dense layers, then those
+        with experts."""
         refuse(
             (
                 self.dense_layers >= self.layers,
@@ -169,7 +176,8 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
         return [dense] * self.dense_layers + [experts] * (self.layers - self.dense_layers)
 
     def dense_then_experts(self, attention: Kind, norm: Norm, **place: Any) -> Decoder:
-        """Returns the dense layers, then the layers with experts. place: that of the norm, as in `Block`."""
+        """Returns the dense layers, then the layers with experts.
+        place: that of the norm, as in `Block`."""
         layers = tuple(
             Block(stack, attention, half, norm, **place) for stack, half in self.second_halves()
         )

@@ -38,7 +38,8 @@ class GroupedHeads(DecoderModel):
         return Norm("rms", self.norm_epsilon)
 
     def attention(self, **changes: Any) -> Attention:
-        """Returns the attention of the fields, without rotary embedding. changes: of the fields of `Attention`."""
+        """Returns the attention of the fields, without rotary embedding.
+        changes: of the fields of `Attention`."""
         sizes = (self.width, self.heads, self.kv_heads, head_size_of(self), self.out_std)
         return Attention(*sizes, **{"rotary": None, **changes})
 
@@ -98,12 +99,15 @@ class ScaledRotary(GroupedQuery):
     rope_scaling: RopeScaling | None = None
     """Scaling of the low rotary frequencies (Llama 3.1 and later)."""
     rope_factor: PositiveFloat = 1.0
-    """Factor by which all rotary frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
+    """Factor by which all rotary frequencies are divided (linear position
+    interpolation, arXiv:2306.15595)."""
     yarn: Yarn | None = None
-    """Scaling of the low rotary frequencies for long contexts (YaRN; Qwen2.5 and Qwen3 beyond 32k tokens)."""
+    """Scaling of the low rotary frequencies for long contexts (YaRN;
+    Qwen2.5 and Qwen3 beyond 32k tokens)."""
 
     def rotary(self, **changes: Any) -> Rotary:
-        """Returns the rotation of heads, scaled. Raises ConfigError for two scalings of the same frequencies."""
+        """Returns the rotation of heads, scaled.
+        Raises ConfigError for two scalings of the same frequencies."""
         given = {
             "rope_scaling": self.rope_scaling is not None,
             "rope_factor": self.rope_factor != 1.0,
@@ -129,7 +133,8 @@ class PartialRotary(ScaledRotary):
     """Fraction of a head that rotates."""
 
     def rotary(self, **changes: Any) -> Rotary:
-        """Returns the rotation of a part of each head. Raises ConfigError for a part that does not rotate in pairs."""
+        """Returns the rotation of a part of each head.
+        Raises ConfigError for a part that does not rotate in pairs."""
         size = head_size_of(self)
         rotated = int(size * self.rotary_fraction)
         pairs = max(1, min(size // 2, round(size * self.rotary_fraction / 2)))
@@ -165,9 +170,11 @@ class Projections(GroupedQuery):
     qkv_bias: LEARNED = "none"
     """Bias of the query, key and value projections (Qwen2)."""
     out_bias: LEARNED = "none"
-    """Bias of the projection out of attention (`attention_bias` of Llama's and Qwen3's configurations)."""
+    """Bias of the projection out of attention (`attention_bias` of Llama's
+    and Qwen3's configurations)."""
     qk_norm: Literal["none", "rms", "rms_heads"] = "none"
-    """Normalisation of queries and keys: each head (rms: Qwen3), or all heads together (rms_heads: OLMo 2)."""
+    """Normalisation of queries and keys: each head (rms: Qwen3),
+    or all heads together (rms_heads: OLMo 2)."""
     norm_place: Literal["before", "after"] = "before"
     """Whether attention and feed-forward normalise what they read, or what they add (OLMo 2)."""
 

@@ -1,14 +1,15 @@
-"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786) and Gemma 2 (2024, arXiv:2408.00118): local layers to one global, norms
-before and after each half.
+"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786) and Gemma 2 (2024, arXiv:2408.00118): local layers to
+one global, norms before and after each half.
 
-One layer, model width D, N query heads and K key/value heads of size H, feed-forward width F; every norm is RMSNorm
-with the scale 1 + w:
+One layer, model width D, N query heads and K key/value heads of size H, feed-forward width F; every
+norm is RMSNorm with the scale 1 + w:
 
-    x += norm(row_parallel(attention(norm(column_parallel(h q)), norm(column_parallel(h k)), h v) o)),  h = norm(x)
-    x += norm(row_parallel((gelu(column_parallel(h gate)) * column_parallel(h up)) down)),              h = norm(x)
+    h = norm(x) x += norm(row_parallel(attention(norm(column_parallel(h q)), norm(column_parallel(h
+    k)), h v) o)) h = norm(x) x += norm(row_parallel((gelu(column_parallel(h gate)) *
+    column_parallel(h up)) down))
 
-Local layers attend within a sliding window. In Gemma 3 they have rotary frequencies of their own, in Gemma 2 attention
-scores and logits have a soft cap, and queries and keys no norm.
+Local layers attend within a sliding window. In Gemma 3 they have rotary frequencies of their own,
+in Gemma 2 attention scores and logits have a soft cap, and queries and keys no norm.
 """
 
 import dataclasses
@@ -80,7 +81,8 @@ class Gemma3(Gemma):
     """
 
     rope_factor: PositiveFloat = 1.0
-    """Factor by which the positions of global layers are divided, for longer sequences than those of pre-training."""
+    """Factor by which the positions of global layers are divided,
+    for longer sequences than those of pre-training."""
     local_rope_theta: RotaryBase = 10000.0
     """Base of the rotary frequencies in local layers."""
 

@@ -1,9 +1,11 @@
-"""Gemma 4 (Google 2026; its published configurations): Gemma 3's order of local and global layers, with other attention.
+"""Gemma 4 (Google 2026; its published configurations): Gemma 3's order of local
+and global layers, with other attention.
 
-Heads of global layers have a size and a number of their own, and keys that are values: values are a norm of the products
-of keys. Of the pairs of features of a global head only those of the highest frequencies turn. Norms multiply by their scale,
-scores have no divisor, and a number of each layer, which no training changes, multiplies its output. The 26B-A4B has experts
-beside its dense feed-forward (blocks/dense_and_experts.py).
+Heads of global layers have a size and a number of their own, and keys that are values: values are a
+norm of the products of keys. Of the pairs of features of a global head only those of the highest
+frequencies turn. Norms multiply by their scale, scores have no divisor, and a number of each layer,
+which no training changes, multiplies its output. The 26B-A4B has experts beside its dense
+feed-forward (blocks/dense_and_experts.py).
 """
 
 import dataclasses
@@ -26,7 +28,8 @@ class Gemma4(RoutedExperts, GroupedQuery):
     """Configuration of a Gemma 4 decoder.
 
     Example:
-        >>> model = mw.Gemma4(vocab=32000, width=512, layers=6, heads=8, kv_heads=4, global_kv_heads=2)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 6, "heads": 8}
+        >>> model = mw.Gemma4(**sizes, kv_heads=4, global_kv_heads=2)
         >>> [layer.attention.head_size for layer in model.spec().layers]
         [64, 64, 64, 64, 64, 512]
     """

@@ -1,8 +1,8 @@
-"""GLM-4.5 and later (Zhipu AI 2025, arXiv:2508.06471): grouped-query attention that rotates half of each head, then the
-experts of DeepSeek-V3 with a router bias, after leading dense layers.
+"""GLM-4.5 and later (Zhipu AI 2025, arXiv:2508.06471): grouped-query attention that rotates half of
+each head, then the experts of DeepSeek-V3 with a router bias, after leading dense layers.
 
-MiniMax-M2 (2025) has no dense layers and no shared experts, and normalises queries and keys of all heads together; dots1
-(arXiv:2506.05767) rotates whole heads.
+MiniMax-M2 (2025) has no dense layers and no shared experts, and normalises queries and keys of all
+heads together; dots1 (arXiv:2506.05767) rotates whole heads.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ class Glm4Moe(DenseLayersFirst, PartialRotary):
     """Configuration of a GLM-4.5 decoder.
 
     Example:
-        >>> model = mw.Glm4Moe(vocab=32000, width=512, layers=8, heads=8, experts=16, dense_layers=1)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 8, "heads": 8}
+        >>> model = mw.Glm4Moe(**sizes, experts=16, dense_layers=1)
         >>> [layer.stack for layer in model.spec().layers[:3]]
         ['dense_blocks', 'blocks', 'blocks']
     """
@@ -28,8 +29,8 @@ class Glm4Moe(DenseLayersFirst, PartialRotary):
     qkv_bias: LEARNED = "none"
     """Bias of the query, key and value projections (GLM-4.5)."""
     qk_norm: Literal["none", "rms", "rms_heads"] = "none"
-    """Normalisation of queries and keys: each head (rms: GLM-4.5 and 4.6, without Air), or all heads together (rms_heads:
-    MiniMax-M2)."""
+    """Normalisation of queries and keys: each head (rms: GLM-4.5 and 4.6, without Air), or all
+    heads together (rms_heads: MiniMax-M2)."""
     router_score: Literal["softmax", "sigmoid"] = "sigmoid"
     shared_experts: int = 1
 

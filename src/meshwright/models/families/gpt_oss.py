@@ -1,12 +1,18 @@
-"""GPT-OSS (OpenAI 2025, arXiv:2508.10925): local and global attention by turns, attention sinks, biased experts.
+"""GPT-OSS (OpenAI 2025, arXiv:2508.10925): local and global attention
+by turns, attention sinks, biased experts.
 
-One layer, model width D, N query heads and K key/value heads of size H, E experts of width F of which a token uses k:
+One layer, model width D, N query heads and K key/value heads of size H, E experts
+of width F of which a token uses k:
 
-    h = rms_norm(x);  x += row_parallel(attention(column_parallel(h q, h k, h v) + biases; sinks) o) + bias
-    h = sequence_all_gather(rms_norm(x));  x += sequence_reduce_scatter(sum_k weight_k expert_k(h))
-    expert(h) = ((up + 1) gate sigmoid(alpha gate)) down + bias,  gate and up with biases and clamped
+    h = rms_norm(x)
+    x += row_parallel(attention(column_parallel(h q, h k, h v) + biases; sinks) o) + bias
+    h = sequence_all_gather(rms_norm(x))
+    x += sequence_reduce_scatter(sum_k weight_k expert_k(h))
 
-Every layer has the rotary frequencies of YaRN. The first layer of each two attends within a sliding window.
+    expert(h) = ((up + 1) gate sigmoid(alpha gate)) down + bias, gate and up with biases and clamped
+
+Every layer has the rotary frequencies of YaRN.
+The first layer of each two attends within a sliding window.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""Granite 3 (IBM 2024; its published configurations): Llama's or Mixtral's layers, with factors on embeddings, on the scores
-of attention, on what each half of a layer adds, and on logits.
+"""Granite 3 (IBM 2024; its published configurations): Llama's or Mixtral's layers, with factors on
+embeddings, on the scores of attention, on what each half of a layer adds, and on logits.
 """
 
 import dataclasses

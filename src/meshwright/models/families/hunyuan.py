@@ -1,5 +1,5 @@
-"""Hunyuan's dense models (Tencent 2025; their published configurations): Qwen3's layers, with the norm of queries and keys
-after their rotation."""
+"""Hunyuan's dense models (Tencent 2025; their published configurations): Qwen3's layers, with the
+norm of queries and keys after their rotation."""
 
 import dataclasses
 from typing import Any, Literal

@@ -1,8 +1,10 @@
-"""Kimi Linear (Moonshot AI 2025, arXiv:2510.26692): three layers of Kimi Delta Attention to one of latent attention.
+"""Kimi Linear (Moonshot AI 2025, arXiv:2510.26692): three layers of Kimi Delta Attention
+to one of latent attention.
 
-Of each `full_attention_interval` layers the last has multi-head latent attention, without rotation (blocks/latent.py), and
-so has the last layer of all. The others have a delta net with a decay for each channel (blocks/kimi_delta.py). The second
-halves are those of DeepSeek-V3: dense in the first layers, then experts with a router bias, and a shared one.
+Of each `full_attention_interval` layers the last has multi-head latent attention, without rotation
+(blocks/latent.py), and so has the last layer of all. The others have a delta net with a decay for
+each channel (blocks/kimi_delta.py). The second halves are those of DeepSeek-V3: dense in the first
+layers, then experts with a router bias, and a shared one.
 """
 
 import dataclasses
@@ -27,20 +29,21 @@ class KimiLinear(LatentWidths, DenseLayersFirst):
     """Configuration of a Kimi Linear decoder.
 
     Example:
-        >>> model = mw.KimiLinear(vocab=32000, width=512, layers=4, heads=8, experts=16, dense_layers=1)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 4, "heads": 8}
+        >>> model = mw.KimiLinear(**sizes, experts=16, dense_layers=1)
         >>> [layer.stack for layer in model.spec().layers]
         ['linear_dense_blocks', 'linear_blocks', 'linear_blocks', 'blocks']
     """
 
     q_lora_rank: PositiveInt | None = None
     full_attention_interval: PositiveInt = 4
-    """Layers of which the last has latent attention, and the others linear attention; the last layer of all has latent
-    attention too."""
+    """Layers of which the last has latent attention, and the others linear attention; the last
+    layer of all has latent attention too."""
     linear_heads: PositiveInt = 4
     """Heads of linear attention, each with a state."""
     linear_head_size: PositiveInt = 32
-    """Size of a query, a key and a value of linear attention, and width of the products that its decays and output gate
-    are projections of."""
+    """Size of a query, a key and a value of linear attention, and width of the products that its
+    decays and output gate are projections of."""
     convolution_taps: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 4
     """Tokens that the convolution before linear attention reads, the token itself included."""
     norm_epsilon: NonNegativeFloat = 1e-5

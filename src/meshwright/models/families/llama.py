@@ -1,9 +1,12 @@
-"""Llama and its relatives: Llama 1 to 3.x, Mistral, Qwen2, Qwen3, OLMo 2 (Touvron et al. 2023, arXiv:2302.13971).
+"""Llama and its relatives: Llama 1 to 3.x, Mistral, Qwen2, Qwen3, OLMo 2 (Touvron et al.
+2023, arXiv:2302.13971).
 
 One layer, model width D, N query heads and K key/value heads (GQA) of size H, SwiGLU of width F:
 
-    h = rms_norm(x);  x += row_parallel(attention(column_parallel(h q, h k, h v)) o)
-    h = rms_norm(x);  x += row_parallel((silu(column_parallel(h gate)) * column_parallel(h up)) down)
+    h = rms_norm(x)
+    x += row_parallel(attention(column_parallel(h q, h k, h v)) o)
+    h = rms_norm(x)
+    x += row_parallel((silu(column_parallel(h gate)) * column_parallel(h up)) down)
 """
 
 import dataclasses
@@ -27,7 +30,8 @@ class Llama(Projections, ScaledRotary, TiedOrNot):
     mlp: PositiveInt = 384
     """Feed-forward width F."""
     mlp_bias: LEARNED = "none"
-    """Bias of the three projections of dense feed-forward layers (`mlp_bias` of Llama's configuration)."""
+    """Bias of the three projections of dense feed-forward layers (`mlp_bias`
+    of Llama's configuration)."""
 
     def build(self) -> Decoder:
         """Returns layers of one kind."""

@@ -1,9 +1,11 @@
-"""Llama 4's text model (Meta 2025; its published configurations): rotary layers with chunked attention, layers without.
+"""Llama 4's text model (Meta 2025; its published configurations): rotary layers with chunked
+attention, layers without.
 
-A layer is Llama's, with a second half that is dense or a mixture of experts. Of `no_rope_interval` layers the last has
-no rotary embedding: it attends to all before it, and its queries grow with their position. The others attend within
-chunks, rotate neighbouring features, and normalise queries and keys without a scale. Of `expert_interval` layers the
-last has experts: a token's routed experts, whose input is scaled by the sigmoid of its logit, and one shared.
+A layer is Llama's, with a second half that is dense or a mixture of experts. Of `no_rope_interval`
+layers the last has no rotary embedding: it attends to all before it, and its queries grow with
+their position. The others attend within chunks, rotate neighbouring features, and normalise queries
+and keys without a scale. Of `expert_interval` layers the last has experts: a token's routed
+experts, whose input is scaled by the sigmoid of its logit, and one shared.
 """
 
 import dataclasses
@@ -24,7 +26,8 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
     """Configuration of a Llama 4 decoder; `mlp` is the width of the dense layers.
 
     Example:
-        >>> model = mw.Llama4(vocab=32000, width=512, layers=4, heads=8, kv_heads=2, experts=16, expert_interval=2)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 4, "heads": 8, "kv_heads": 2}
+        >>> model = mw.Llama4(**sizes, experts=16, expert_interval=2)
         >>> [(layer.stack, layer.attention.chunk) for layer in model.spec().layers]
         [('dense_blocks', 8192), ('blocks', 8192), ('dense_blocks', 8192), ('blocks', None)]
     """
@@ -39,7 +42,8 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
     qk_l2_norm: Literal["none", "rotary"] = "rotary"
     """Whether rotary layers divide queries and keys by their root mean square, after rotation."""
     temperature_scale: NonNegativeFloat = 0.1
-    """Growth s of the queries of layers without rotary embedding: times 1 + s ln(1 + floor((position + 1) / p))."""
+    """Growth s of the queries of layers without rotary embedding: times 1 + s ln(1 +
+    floor((position + 1) / p))."""
     temperature_floor: PositiveInt = 8192
     """Positions p after which the queries grow."""
     expert_interval: PositiveInt = 1

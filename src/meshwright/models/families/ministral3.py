@@ -1,4 +1,5 @@
-"""Ministral 3 (Mistral AI 2025; its published configurations): Mistral's layers, whose queries grow with their position."""
+"""Ministral 3 (Mistral AI 2025; its published configurations): Mistral's layers,
+whose queries grow with their position."""
 
 import dataclasses
 from typing import Any

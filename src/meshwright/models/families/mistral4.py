@@ -1,5 +1,5 @@
-"""Mistral 4 (Mistral AI 2026; its published configuration): DeepSeek's layers, whose queries grow with their position, and
-whose router scores experts by softmax.
+"""Mistral 4 (Mistral AI 2026; its published configuration): DeepSeek's layers, whose queries grow
+with their position, and whose router scores experts by softmax.
 """
 
 import dataclasses

@@ -1,7 +1,9 @@
-"""OLMo 3 (Allen Institute for AI 2025, arXiv:2512.13961): OLMo 2's layers, three of four with a sliding window.
+"""OLMo 3 (Allen Institute for AI 2025, arXiv:2512.13961): OLMo 2's layers, three of four
+with a sliding window.
 
-A layer is Llama's with norms after both halves and of the queries and keys of all heads together (families/llama.py).
-YaRN, where there is one, scales the rotary frequencies of the global layers only.
+A layer is Llama's with norms after both halves and of the queries and keys of all heads together
+(families/llama.py). YaRN, where there is one, scales the rotary frequencies of the global layers
+only.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""Qwen2-MoE and Qwen1.5-MoE (arXiv:2407.10671): Mixtral's layers, with a shared expert whose output a sigmoid scales."""
+"""Qwen2-MoE and Qwen1.5-MoE (arXiv:2407.10671): Mixtral's layers,
+with a shared expert whose output a sigmoid scales."""
 
 import dataclasses
 
@@ -12,7 +13,8 @@ class Qwen2Moe(Mixtral):
     """Configuration of a Qwen2-MoE decoder.
 
     Example:
-        >>> model = mw.Qwen2Moe(vocab=32000, width=512, layers=8, heads=8, experts=16, shared_mlp=1024)
+        >>> sizes = {"vocab": 32000, "width": 512, "layers": 8, "heads": 8}
+        >>> model = mw.Qwen2Moe(**sizes, experts=16, shared_mlp=1024)
         >>> model.spec().layers[0].experts.experts_per_token
         2
     """

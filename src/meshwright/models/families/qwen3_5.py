@@ -1,7 +1,8 @@
 """Qwen3.5 and later (Qwen team 2026; its published configurations): the layers of Qwen3-Next.
 
-The dense ones have a SwiGLU as the second half of all layers, the mixtures the experts of Qwen3-Next. Their files have
-the projections of linear attention apart. Positions in an image have three numbers, those of a text one.
+The dense ones have a SwiGLU as the second half of all layers, the mixtures the experts of
+Qwen3-Next. Their files have the projections of linear attention apart. Positions in an image have
+three numbers, those of a text one.
 """
 
 import dataclasses

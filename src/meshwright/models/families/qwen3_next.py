@@ -1,14 +1,17 @@
-"""Qwen3-Next (Qwen team 2025; its published configuration): three layers of linear attention to one of full attention.
+"""Qwen3-Next (Qwen team 2025; its published configuration): three layers of linear attention
+to one of full attention.
 
-A layer is a Mixtral layer with another first half. Of `full_attention_interval` layers the last has gated attention: an
-output gate of each feature, and a rotation of the first `rotary_fraction` of a head. The others have a gated delta net
-(models/blocks/delta_net.py), of N key heads with G value heads each:
+A layer is a Mixtral layer with another first half. Of `full_attention_interval` layers the last has
+gated attention: an output gate of each feature, and a rotation of the first `rotary_fraction` of a
+head. The others have a gated delta net (models/blocks/delta_net.py), of N key heads with G value
+heads each:
 
     h = rms_norm(x);  q, k, v, z, b, a = column_parallel(h)
     out = delta_net(q, k, v, decay = -exp(a_log) softplus(a + step_bias), rate = sigmoid(b))
     x += row_parallel((rms_norm(out) * silu(z)) o)
 
-All layers have experts, and a shared one whose output a sigmoid scales. Norms multiply by 1 + scale.
+All layers have experts, and a shared one whose output a sigmoid scales.
+Norms multiply by 1 + scale.
 """
 
 import dataclasses

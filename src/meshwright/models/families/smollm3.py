@@ -1,4 +1,5 @@
-"""SmolLM3 (Hugging Face 2025): Llama's layers, every fourth without rotary embedding (NoPE, arXiv:2501.18795)."""
+"""SmolLM3 (Hugging Face 2025): Llama's layers, every fourth
+without rotary embedding (NoPE, arXiv:2501.18795)."""
 
 import dataclasses
 from typing import Literal

@@ -1,4 +1,5 @@
-"""Attention kernels: facts that the choice among them needs, the scores of a layer, and the reference in plain JAX."""
+"""Attention kernels: facts that the choice among them needs, the scores of a layer, and the
+reference in plain JAX."""
 
 import dataclasses
 import functools
@@ -23,13 +24,14 @@ FEATURES: dict[str, str] = {
 SelfAttention = Callable[..., jax.Array]
 """`(q [B, T, N, H], k [B, T, K, H], v, segments [B, T], *, window, scores=None) -> [B, T, N, H]`.
 
-Attention of complete sequences to themselves. Residuals that it saves for its backward pass are named ATTN_OUT, or
-matched by the remat policies through their primitive. One with a method `with_lse`, which returns the log-sum-exp of
-every query too, states the health of its layer (models/layer_health.py). `scores` is given where a layer has a soft
-cap, sinks or an indexer.
+Attention of complete sequences to themselves. Residuals that it saves for its backward pass are
+named ATTN_OUT, or matched by the remat policies through their primitive. One with a method
+`with_lse`, which returns the log-sum-exp of every query too, states the health of its layer
+(models/layer_health.py). `scores` is given where a layer has a soft cap, sinks or an indexer.
 """
 CrossAttention = Callable[..., jax.Array]
-"""`(q, k, v, queries: Positions, keys: Positions, *, window, scores=None) -> [B, T, N, H]`, of any positions."""
+"""`(q, k, v, queries: Positions, keys: Positions, *, window, scores=None) -> [B, T, N, H]`,
+of any positions."""
 
 
 @functools.partial(
@@ -39,11 +41,14 @@ CrossAttention = Callable[..., jax.Array]
 )
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Queries, keys and head weights of a sparse indexer (DeepSeek-V3.2-Exp, section 2.1), which chooses keys.
+    """Queries, keys and head weights of a sparse indexer (DeepSeek-V3.2-Exp, section 2.1),
+    which chooses keys.
 
-        I[t, s] = sum over heads of weights[t, head] * relu(q[t, head] . k[s] / sqrt(H)) / sqrt(heads)
+        I[t, s] = sum over heads of weights[t, head] * relu(q[t, head] .
+        k[s] / sqrt(H)) / sqrt(heads)
 
-    The released code turns q and k by a Hadamard matrix, which changes no product, and rounds them to float8.
+    The released code turns q and k by a Hadamard matrix, which changes no product,
+    and rounds them to float8.
     """
 
     q_BTIH: jax.Array
@@ -63,7 +68,8 @@ class Index:
         return jnp.einsum("bti,btis->bts", weights_BTI, products_BTIS)
 
     def chosen(self, scores_BTS: jax.Array, visible_BTS: jax.Array) -> jax.Array:
-        """Returns which visible keys have the `top_k` highest scores, [B, T, S]; of equal scores, the first keys."""
+        """Returns which visible keys have the `top_k` highest scores, [B, T, S];
+        of equal scores, the first keys."""
         B, T, S = scores_BTS.shape
         if self.top_k >= S:
             return visible_BTS
@@ -80,12 +86,13 @@ class Scores:
     """Scores of one layer's attention, beyond scaling and a causal mask."""
 
     sinks_N: jax.Array | None = None
-    """Learned logit of each of this device's query heads that takes part in the softmax and adds nothing to the output
-    (attention sinks: GPT-OSS; Xiao et al. 2023, arXiv:2309.17453)."""
+    """Learned logit of each of this device's query heads that takes part in the softmax and adds
+    nothing to the output (attention sinks: GPT-OSS; Xiao et al. 2023, arXiv:2309.17453)."""
     softcap: float | None = None
     """Cap of the scaled scores (`cap`; Gemma 2, arXiv:2408.00118, section 2)."""
     chunk: int | None = None
-    """Tokens of a document after which attention begins anew (Llama 4); None attends within documents."""
+    """Tokens of a document after which attention begins anew (Llama 4);
+    None attends within documents."""
     index: Index | None = None
     """Indexer that chooses the keys which each query sees (DeepSeek-V3.2); None sees all."""
 
@@ -103,7 +110,8 @@ class Scores:
 
 
 def cap(x: jax.Array, softcap: float | None) -> jax.Array:
-    """Returns c tanh(x / c), which is within -c and c and near x where x is small; x itself without a cap c."""
+    """Returns c tanh(x / c), which is within -c and c and near x where x is small;
+    x itself without a cap c."""
     return x if softcap is None else softcap * jnp.tanh(x / softcap)
 
 
@@ -122,7 +130,8 @@ class AttentionShapes:
     """Sizes of the layers' keys and values, each once."""
     seq: int
     chunk: int
-    """Tokens of a chunk; a device has two where the context strategy is ring, usp or all_gather, else one of `seq`."""
+    """Tokens of a chunk; a device has two where the context strategy is ring, usp
+    or all_gather, else one of `seq`."""
     dtype: str
     remat: str
     chip: str | None = None
@@ -133,15 +142,18 @@ class AttentionShapes:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Attention kernel: self-attention of complete sequences, and attention between parts of a sequence.
+    """Attention kernel: self-attention of complete sequences,
+    and attention between parts of a sequence.
 
-    The context strategies ring and usp need `chunk_attention`; all_gather needs it or `cross_attention`.
+    The context strategies ring and usp need `chunk_attention`;
+    all_gather needs it or `cross_attention`.
     """
 
     name: str
     """Name in logs, lints and the census."""
     self_attention: SelfAttention
-    """Kernel where a device has complete sequences: without context parallelism, and with Ulysses."""
+    """Kernel where a device has complete sequences: without context parallelism,
+    and with Ulysses."""
     cross_attention: CrossAttention | None = None
     """Kernel between queries and keys at any positions."""
     unsupported: Callable[[AttentionShapes], str | None] = lambda shapes: None
@@ -155,14 +167,16 @@ class Kernels:
     fused: bool = True
     """Whether scores stay on the chip; the planner counts their HBM bytes otherwise."""
     backward: float = 2.5
-    """Matrix products of the backward pass over those of the forward pass: five for two, the scores again included."""
+    """Matrix products of the backward pass over those of the forward pass: five
+    for two, the scores again included."""
     note: str = ""
     """Its blocks, where they were chosen, or why "auto" did not take the platform's own kernel."""
     for_shapes: Callable[[AttentionShapes], "Kernels | None"] = lambda shapes: None
-    """Returns the kernel with the blocks that are fastest for some shapes; None where they are not known."""
+    """Returns the kernel with the blocks that are fastest for some shapes;
+    None where they are not known."""
     head_seconds: tuple[float, float] | None = None
-    """Seconds of one head of one sequence in the forward and in the backward pass, a mean over the layers, where the
-    blocks were chosen by them."""
+    """Seconds of one head of one sequence in the forward and in the backward pass, a mean over the
+    layers, where the blocks were chosen by them."""
     tokens: int = 0
     """Tokens of the chunk that `head_seconds` are of."""
 
@@ -179,7 +193,8 @@ class Positions:
     segments_BT: jax.Array
     """Document of each token; tokens of different documents do not attend to each other."""
     positions_T: jax.Array
-    """Position of each token in the complete sequence, int32; a token does not attend to later positions."""
+    """Position of each token in the complete sequence, int32;
+    a token does not attend to later positions."""
 
 
 def sequence_positions(segments_BT: jax.Array) -> Positions:
@@ -197,10 +212,12 @@ def reference_attention(
     window: int | None,
     scores: Scores | None = None,
 ) -> jax.Array:
-    """Computes causal attention within documents; grouped-query attention (GQA) without repeating keys or values.
+    """Computes causal attention within documents;
+    grouped-query attention (GQA) without repeating keys or values.
 
-    window: a token attends to itself and the `window - 1` tokens before it; None is all before it.  scores: soft cap,
-    sinks and indexer. Returns [B, T, N, H] in the dtype of q. Scores [B, N, T, S] and softmax are float32.
+    window: a token attends to itself and the `window - 1` tokens before it; None is all before it.
+    scores: soft cap, sinks and indexer. Returns [B, T, N, H] in the dtype of q.
+    Scores [B, N, T, S] and softmax are float32.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
@@ -221,7 +238,8 @@ def reference_attention(
 
 
 def visible_keys(queries: Positions, keys: Positions, window: int | None) -> jax.Array:
-    """Returns which keys each query sees, [B, T, S]: of its document, and at distance 0 <= d < window."""
+    """Returns which keys each query sees, [B, T, S]: of its document,
+    and at distance 0 <= d < window."""
     distance_TS = queries.positions_T[:, None] - keys.positions_T[None, :]
     visible_TS = distance_TS >= 0
     if window is not None:
@@ -233,7 +251,8 @@ def visible_keys(queries: Positions, keys: Positions, window: int | None) -> jax
 
 # exp(s - m) / sum exp(s - m), to which a sink adds exp(sink - m): a key whose value is zero.
 def _softmax(scores_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
-    """Returns the softmax over keys, of scores and the sinks of the query heads if there are any."""
+    """Returns the softmax over keys, of scores and the sinks of the query heads
+    if there are any."""
     if sinks_N is not None:
         _, K, G, _, _ = scores_BKGTS.shape
         sinks = sinks_N.reshape(K, G, 1, 1)
@@ -263,7 +282,8 @@ def reference_kernels(block: int | None) -> Kernels:
     """Returns the reference; it has no blocks."""
 
     def unsupported(shapes: AttentionShapes) -> str | None:
-        # A policy of jax.checkpoint cannot drop only the scores and save everything else: the kernel must not save them
+        # A policy of jax.checkpoint cannot drop only the scores
+        # and save everything else: the kernel must not save them
         if ATTN_SCORES in REMAT_POLICIES[shapes.remat].dropped:
             return (
                 f"reference attention saves its scores, which --training.remat {shapes.remat} drops"

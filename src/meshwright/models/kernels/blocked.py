@@ -1,7 +1,9 @@
-"""Blocked attention in XLA: flash attention (Dao 2023, arXiv:2307.08691) as a loop over the visible pairs of blocks.
+"""Blocked attention in XLA: flash attention (Dao 2023, arXiv:2307.08691) as a loop
+over the visible pairs of blocks.
 
-It runs on every platform, for shapes and hardware without a fused kernel. The scores of one block of queries and one of
-keys are live at a time, and none are saved; pairs that a causal mask or a sliding window hides are not computed.
+It runs on every platform, for shapes and hardware without a fused kernel. The scores of one block
+of queries and one of keys are live at a time, and none are saved; pairs that a causal mask or a
+sliding window hides are not computed.
 """
 
 import functools
@@ -34,13 +36,15 @@ _SCORE_BYTES = 2**28
 _LEAST_BLOCK = 128
 """Smallest block, where the number of tokens has one that divides it."""
 _BLOCKS = 8
-"""Blocks of a chunk, at least, unless they are smaller than _LEAST_BLOCK: of 8 x 8 pairs, 36 are causal."""
+"""Blocks of a chunk, at least, unless they are smaller than _LEAST_BLOCK:
+of 8 x 8 pairs, 36 are causal."""
 _MASKED = -1e30
 """Score of a masked key before the softmax."""
 
 
 def block_size(tokens: int, bytes_per_score: int) -> int:
-    """Returns the queries and keys of a block: a divisor of `tokens` whose scores fit in _SCORE_BYTES."""
+    """Returns the queries and keys of a block: a divisor of `tokens`
+    whose scores fit in _SCORE_BYTES."""
     largest = math.isqrt(_SCORE_BYTES // bytes_per_score)
     largest = min(largest, max(tokens // _BLOCKS, _LEAST_BLOCK))
     smallest = min(_LEAST_BLOCK, largest)
@@ -54,7 +58,8 @@ def block_size(tokens: int, bytes_per_score: int) -> int:
 class _Blocks:
     """Pairs of blocks of a pair of chunks, and the mask of each.
 
-    A causal mask over 4 x 4 blocks leaves 10 pairs (D: diagonal, F: full), a window of one block 7 (W: cut by it):
+    A causal mask over 4 x 4 blocks leaves 10 pairs (D: diagonal, F: full), a window
+    of one block 7 (W: cut by it):
 
         keys j    0 1 2 3        0 1 2 3
         queries 0 D              D
@@ -79,7 +84,8 @@ class _Blocks:
         self.key_segments = cut(keys.segments_BS, size)
 
     def grouped(self, x_BTNH: jax.Array) -> jax.Array:
-        """Returns the blocks, query heads grouped by key/value head: [blocks, B, block, K, G, H]."""
+        """Returns the blocks, query heads grouped by key/value head:
+        [blocks, B, block, K, G, H]."""
         B, T, N, H = x_BTNH.shape
         return cut(x_BTNH.reshape(B, T, self.kv_heads, N // self.kv_heads, H), self.block)
 
@@ -90,7 +96,8 @@ class _Blocks:
         return jnp.moveaxis(x, 3, 0)
 
     def visible(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Returns the mask of block i of the queries and block j of the keys, [B, 1, 1, block, block]."""
+        """Returns the mask of block i of the queries and block j of the keys,
+        [B, 1, 1, block, block]."""
         queries = select(self.query_segments, i)
         keys = select(self.key_segments, j)
         return self.mask.visible(queries, keys, i, j)[:, None, None]
@@ -118,7 +125,8 @@ class _Softmax(NamedTuple):
 
     @classmethod
     def start(cls, q: jax.Array, v: jax.Array, zero: jax.Array) -> "_Softmax":
-        """Returns the state before the first block of keys: no weight, and the masked score as the largest.
+        """Returns the state before the first block of keys: no weight,
+        and the masked score as the largest.
 
         q: blocks of queries, [blocks, B, block, K, G, H].  v: blocks of values.
         """
@@ -128,7 +136,8 @@ class _Softmax(NamedTuple):
         return cls(zeros + _MASKED, zeros, total)
 
 
-# FlashAttention-2 (arXiv:2307.08691), algorithm 1: for a block of queries Q_i and each visible block of keys K_j,
+# FlashAttention-2 (arXiv:2307.08691), algorithm 1: for a block of queries Q_i
+# and each visible block of keys K_j,
 #
 #   S = cap(Q_i K_j^T / sqrt(H)),   m' = max(m, rowmax S),   P = exp(S - m')
 #   l' = exp(m - m') l + rowsum P,  O' = exp(m - m') O + P V_j
@@ -137,7 +146,8 @@ class _Softmax(NamedTuple):
 def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | None = None) -> Result:
     blocks = _Blocks(queries, keys, mask)
     scaled = blocks.grouped(queries.q_BTNH * queries.q_BTNH.shape[3] ** -0.5)
-    # Zeros that are there with the queries: of constants XLA:GPU copies those of all layers of a body at its start.
+    # Zeros that are there with the queries: of constants XLA:GPU copies those of all layers
+    # of a body at its start.
     zero, q = lax.optimization_barrier((jnp.float32(0), scaled))
     k = cut(keys.k_BSKH, blocks.block)
     v = cut(keys.v_BSKH, blocks.block)
@@ -152,14 +162,16 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Returns Q K^T of a block of queries [B, T, K, G, H] and of keys [B, S, K, H]: float32 [B, K, G, T, S]."""
+    """Returns Q K^T of a block of queries [B, T, K, G, H] and
+    of keys [B, S, K, H]: float32 [B, K, G, T, S]."""
     return jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
 
 
 def _add_block(scores: jax.Array, v: jax.Array, state: _Softmax, mask: jax.Array) -> _Softmax:
     """Returns the running softmax with one more block of keys."""
     top = jnp.maximum(state.top, jnp.where(mask, scores, _MASKED).max(-1))
-    # A query without a visible key so far has the masked score as its largest: its weights need the mask to be zero.
+    # A query without a visible key so far has the masked score
+    # as its largest: its weights need the mask to be zero.
     weights = jnp.where(mask, jnp.exp(scores - top[..., None]), 0.0)
     rescale = jnp.exp(state.top - top)
     added = jnp.einsum(
@@ -203,10 +215,14 @@ class _KeyBlock(NamedTuple):
     v: jax.Array
 
 
-# FlashAttention-2 (arXiv:2307.08691), algorithm 2: nothing of the scores is saved; for each visible pair of blocks
+# FlashAttention-2 (arXiv:2307.08691), algorithm 2: nothing of the scores is saved;
+# for each visible pair of blocks
 #
 #   S = cap(Q_i K_j^T / sqrt(H)),  P = exp(S - lse_i),  D_i = rowsum(dO_i * O_i)
-#   dV_j += P^T dO_i,  dS = P * (dO_i V_j^T - D_i),  dQ_i += dS K_j / sqrt(H),  dK_j += dS^T Q_i / sqrt(H)
+#   dS = P * (dO_i V_j^T - D_i)
+#   dV_j += P^T dO_i
+#   dQ_i += dS K_j / sqrt(H)
+#   dK_j += dS^T Q_i / sqrt(H)
 #
 # where dS is multiplied by the derivative of the cap, if there is one.
 def _backward(
@@ -226,21 +242,27 @@ def _backward(
     key_blocks = _KeyBlock(cut(keys.k_BSKH, blocks.block), cut(keys.v_BSKH, blocks.block))
 
     def add(sums: tuple[jax.Array, _KeyBlock], i: Any, j: Any) -> tuple[jax.Array, _KeyBlock]:
+        by_query, by_key = sums
         pair = (select(query_blocks, i), select(key_blocks, j))
         gradients = _block_gradients(*pair, blocks.visible(i, j), softcap)
-        totals = (select(sums[0], i), select(sums[1], j))
+        totals = (select(by_query, i), select(by_key, j))
         g_q, g_keys = jax.tree.map(jnp.add, totals, gradients)
-        return update(sums[0], i, g_q), update(sums[1], j, g_keys)
+        return update(by_query, i, g_q), update(by_key, j, g_keys)
 
     g_q, g_keys = blocks.loop(add, _full_like((q, key_blocks), zero))
-    g_k = g_keys.k.swapaxes(0, 1).reshape(keys.k_BSKH.shape)
-    g_v = g_keys.v.swapaxes(0, 1).reshape(keys.v_BSKH.shape)
-    g_q = (g_q * scale).swapaxes(0, 1).reshape(queries.q_BTNH.shape)
-    return g_q, g_k, g_v
+    g_k = _in_order(g_keys.k, keys.k_BSKH)
+    g_v = _in_order(g_keys.v, keys.v_BSKH)
+    return _in_order(g_q * scale, queries.q_BTNH), g_k, g_v
+
+
+def _in_order(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    """Joins blocks of tokens [blocks, B, ...] into an array of another's shape, [B, T, ...]."""
+    return blocks.swapaxes(0, 1).reshape(like.shape)
 
 
 def _full_like(tree: Any, value: jax.Array) -> Any:
-    """Returns a tree of arrays of the shapes of another, in the dtype of `value` and filled with it."""
+    """Returns a tree of arrays of the shapes of another,
+    in the dtype of `value` and filled with it."""
     return jax.tree.map(lambda x: jnp.full(x.shape, value), tree)
 
 
@@ -261,7 +283,8 @@ def _block_gradients(
 
 
 def _sum_over_queries(x_BKGTS: jax.Array, queries_BTKGH: jax.Array) -> jax.Array:
-    """Returns X^T Y, summed over the queries and heads of each key/value head: float32 [B, S, K, H]."""
+    """Returns X^T Y, summed over the queries and heads
+    of each key/value head: float32 [B, S, K, H]."""
     return jnp.einsum(
         "bkgts,btkgh->bskh", x_BKGTS, queries_BTKGH, preferred_element_type=jnp.float32
     )

@@ -1,8 +1,10 @@
-"""Choice of the kernels of attention and of grouped matmuls, made before tracing from platform, shapes and dtype.
+"""Choice of the kernels of attention and of grouped matmuls, made before tracing
+from platform, shapes and dtype.
 
-"auto" takes the first kernel of the platform that supports the shapes, and notes why it passed over another. A kernel
-named in the Run is used or refused, never replaced. A kernel from outside the package is a `Kernels` or a
-`GroupedMatmul` object, named as `module:attribute`. A kernel is imported when it is chosen.
+"auto" takes the first kernel of the platform that supports the shapes, and notes why it passed over
+another. A kernel named in the Run is used or refused, never replaced. A kernel from outside the
+package is a `Kernels` or a `GroupedMatmul` object, named as `module:attribute`. A kernel is
+imported when it is chosen.
 """
 
 import dataclasses
@@ -25,10 +27,11 @@ if TYPE_CHECKING:
     from meshwright.models.model import ModelSpec
 
 
-# What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything but
-# the choice of keys by an indexer, which only "reference" has. The fused backward kernel is
-# slower than two on v5p and faster on tpu7x (public MaxText recipes, measured on both), and takes 0.70 of their time on
-# v6e by the kernels' bundles, each with its best blocks; whole steps of others gain 4.6 % (v6e-steps.csv; docs/log.md).
+# What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything but the
+# choice of keys by an indexer, which only "reference" has. The fused backward kernel is slower than
+# two on v5p and faster on tpu7x (public MaxText recipes, measured on both), and takes 0.70 of their
+# time on v6e by the kernels' bundles, each with its best blocks; whole steps of others gain 4.6 %
+# (v6e-steps.csv; docs/log.md).
 AUTO: dict[str, tuple[str, ...]] = {
     "cpu": ("reference",),
     "tpu": ("splash",),
@@ -72,13 +75,17 @@ def choose_kernels(
 ) -> Kernels:
     """Chooses the attention kernel of a run, before anything is traced.
 
-    name: "auto", an attention kernel of `plugins.PARTS`, or a `Kernels` named as `module:attribute`.  block: largest
-    block of queries and keys, for kernels that take one.  remat: remat policy.  head_sizes: of the layers.  dtype:
-    compute dtype.  sequence: split over `context`.  needs: rows of `FEATURES` that some layer has.
+    name: "auto", an attention kernel of `plugins.PARTS`,
+    or a `Kernels` named as `module:attribute`.
+    block: largest block of queries and keys, for kernels that take one.
+    remat: remat policy.
+    head_sizes: of the layers. dtype: compute dtype.
+    sequence: split over `context`.
+    needs: rows of `FEATURES` that some layer has.
     windows: keys that a query of each layer sees; None is all before it.
 
-    The result's `name` is the attention that runs: "ring of splash" where keys go around a ring. Raises ConfigError
-    where the named kernel does not support the run, or would not be used.
+    The result's `name` is the attention that runs: "ring of splash" where keys go around a ring.
+    Raises ConfigError where the named kernel does not support the run, or would not be used.
     """
     shapes = AttentionShapes(
         machine.platform,
@@ -128,7 +135,8 @@ def _auto_names(machine: Machine) -> tuple[str, ...]:
 def _first_supported(
     names: tuple[str, ...], block: int | None, refusal: Callable[[Kernels], str | None]
 ) -> Kernels | None:
-    """Returns the first kernel that is not refused, with a note why those before it were; None if all were."""
+    """Returns the first kernel that is not refused, with a note why those before it were;
+    None if all were."""
     reasons: list[str] = []
     for name in names:
         kernels = _built_in(name, block)
@@ -190,31 +198,35 @@ def _built_in(name: str, block: int | None) -> Kernels:
 
 
 class GroupedProducts(NamedTuple):
-    """Grouped products of operands of one byte, without derivatives: those of a low-precision matmul."""
+    """Grouped products of operands of one byte,
+    without derivatives: those of a low-precision matmul."""
 
     platforms: tuple[str, ...]
     """Values of `jax.Device.platform` that they run on."""
     rows: Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array, jax.Array | None], jax.Array]
-    """`(rows [R, K], weights [E, N, K], rows_E [E], dtype of the result, float32 scales of its rows [R, 1], what is
-    added to the scaled product) -> [R, N]`."""
+    """`(rows [R, K], weights [E, N, K], rows_E [E], dtype of the result, float32 scales of its rows
+    [R, 1], what is added to the scaled product) -> [R, N]`."""
     groups: Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], jax.Array]
-    """`(rows [R, K], gradients [R, N], rows_E [E], dtype of the result, float32 scales of its columns [1, N]) ->
-    [E, K, N]`."""
+    """`(rows [R, K], gradients [R, N], rows_E [E], dtype of the result, float32 scales of its
+    columns [1, N]) -> [E, K, N]`."""
     slower_on: tuple[str, ...] = ()
-    """Families of chips (`Chip.family`) on which they were measured to be slower than those of bfloat16."""
+    """Families of chips (`Chip.family`) on which they were measured to be slower
+    than those of bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmul:
-    """Grouped matmul with its derivative: rows sorted by expert, each times the weights of its own expert."""
+    """Grouped matmul with its derivative: rows sorted by expert, each times the weights
+    of its own expert."""
 
     name: str
     """Name in logs and the census."""
     multiply: Callable[[jax.Array, tuple[jax.Array, ...], jax.Array], tuple[jax.Array, ...]]
     """`(rows [R, K], weights, each [E, K, N], rows_E [E]) -> results, each [R, N]`.
 
-    The rows of expert 0 come first, then those of expert 1; rows past those of the last expert give zeros. Gate and up
-    are multiplied together, so that a kernel may add the gradients of their rows.
+    The rows of expert 0 come first, then those of expert 1; rows past those of the last expert give
+    zeros. Gate and up are multiplied together, so that a kernel may add the gradients of their
+    rows.
     """
     platforms: tuple[str, ...] = ()
     """Values of `jax.Device.platform` that it runs on; () are all."""
@@ -227,8 +239,8 @@ class GroupedMatmul:
 def ragged_dot() -> GroupedMatmul:
     """Returns XLA's grouped matmul: on TPUs a kernel of the compiler.
 
-    On NVIDIA GPUs XLA multiplies every row by the weights of every expert and masks the rest, E times the FLOPs, so a
-    kernel of this package runs there (kernels/grouped_triton.py).
+    On NVIDIA GPUs XLA multiplies every row by the weights of every expert and masks the rest, E
+    times the FLOPs, so a kernel of this package runs there (kernels/grouped_triton.py).
     """
 
     float8 = GroupedProducts(("cpu",), _ragged_rows, _ragged_groups)
@@ -269,12 +281,14 @@ def _ragged_groups(
 
 
 def triton() -> GroupedMatmul:
-    """Returns the grouped matmul in Pallas for Triton. Raises ConfigError where JAX does not have Triton."""
+    """Returns the grouped matmul in Pallas for Triton.
+    Raises ConfigError where JAX does not have Triton."""
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         raise ConfigError(
             "--training.grouped-matmul triton",
             f"it is written in Pallas for Triton, which JAX {jax.__version__} does not have",
-            "a JAX of version 0.12, or --training.grouped-matmul ragged_dot, which computes every expert for every row",
+            "a JAX of version 0.12, or --training.grouped-matmul ragged_dot, which computes every "
+            "expert for every row",
         )
     from meshwright.models.kernels.grouped_triton import (
         grouped_matmul,
@@ -295,8 +309,9 @@ GROUPED_AUTO = {"gpu": "triton", "cuda": "triton"}
 def choose_grouped_matmul(name: str, platform: str, dtype: str) -> GroupedMatmul:
     """Chooses the grouped matmul of a run, before anything is traced.
 
-    name: "auto", a grouped matmul of `plugins.PARTS`, or a `GroupedMatmul` named as `module:attribute`.  platform:
-    `jax.Device.platform`.  dtype: compute dtype. Raises ConfigError where it cannot run there; none is replaced.
+    name: "auto", a grouped matmul of `plugins.PARTS`, or a `GroupedMatmul` named as
+    `module:attribute`. platform: `jax.Device.platform`.
+    dtype: compute dtype. Raises ConfigError where it cannot run there; none is replaced.
     """
     chosen = GROUPED_AUTO.get(platform, "ragged_dot") if name == "auto" else name
     kernel = resolve("grouped matmul", chosen)
@@ -307,7 +322,10 @@ def choose_grouped_matmul(name: str, platform: str, dtype: str) -> GroupedMatmul
     )
     reason = None
     if kernel.platforms and platform not in kernel.platforms:
-        reason = f"it runs on {' or '.join(kernel.platforms)}, and the devices are of platform {platform!r}"
+        reason = (
+            f"it runs on {' or '.join(kernel.platforms)}, and the devices are of platform "
+            f"{platform!r}"
+        )
     elif kernel.dtypes and dtype not in kernel.dtypes:
         reason = f"it takes {', '.join(kernel.dtypes)}, and the compute dtype is {dtype}"
     if reason is not None:

@@ -1,12 +1,15 @@
-"""Attention between chunks of a sequence, from which context parallelism and long sequences are put together.
+"""Attention between chunks of a sequence, from which context parallelism
+and long sequences are put together.
 
-A chunk kernel computes attention of a chunk of queries to a chunk of keys, and the log-sum-exp (lse) of their scores.
-Results for several chunks of keys are combined by their lse (ring attention, Liu et al. 2023, arXiv:2310.01889). The
-backward pass of a pair of chunks takes output and lse over all keys (FlashAttention-2, arXiv:2307.08691), so that the
-gradients of the pairs add up. A causal mask makes every pair full, diagonal or empty, a sliding window cuts one or two
-more: each kind is compiled with a mask of its own, and empty pairs are not computed.
+A chunk kernel computes attention of a chunk of queries to a chunk of keys, and the log-sum-exp
+(lse) of their scores. Results for several chunks of keys are combined by their lse (ring attention,
+Liu et al. 2023, arXiv:2310.01889). The backward pass of a pair of chunks takes output and lse over
+all keys (FlashAttention-2, arXiv:2307.08691), so that the gradients of the pairs add up. A causal
+mask makes every pair full, diagonal or empty, a sliding window cuts one or two more: each kind is
+compiled with a mask of its own, and empty pairs are not computed.
 
-Attention sinks are one more key, with a value of zeros, and no kernel has to know them. From output and lse
+Attention sinks are one more key, with a value of zeros, and no kernel has to know them.
+From output and lse
 
     lse' = log(exp(lse) + exp(sink)),  output' = exp(lse - lse') output
 
@@ -30,7 +33,8 @@ from meshwright.models.remat import ATTN_LSE, ATTN_OUT
 
 @dataclasses.dataclass(frozen=True)
 class ChunkMask:
-    """Keys that a chunk of queries sees within a document: query t sees key s if 0 <= distance + t - s < window."""
+    """Keys that a chunk of queries sees within a document: query t sees key s
+    if 0 <= distance + t - s < window."""
 
     distance: int | None = None
     """Position of the first query minus position of the first key; None: every key is visible."""
@@ -51,7 +55,8 @@ class ChunkMask:
     def visible(
         self, queries_BT: jax.Array, keys_BS: jax.Array, i: Any = 0, j: Any = 0
     ) -> jax.Array:
-        """Returns the mask [B, T, S], bool, between piece i of the queries and piece j of the keys, given documents."""
+        """Returns the mask [B, T, S], bool, between piece i of the queries and piece j
+        of the keys, given documents."""
         visible_BTS = queries_BT[:, :, None] == keys_BS[:, None, :]
         if self.distance is not None:
             T = queries_BT.shape[1]
@@ -64,7 +69,8 @@ class ChunkMask:
         return visible_BTS
 
     def between(self, i: int, j: int, size: int) -> "ChunkMask | None":
-        """Returns the mask between piece i of the queries and piece j of the keys; None if no key is visible."""
+        """Returns the mask between piece i of the queries and piece j of the keys;
+        None if no key is visible."""
         if self.distance is None:
             return self
         return pair_mask(self.distance + (i - j) * size, size, size, self.window)
@@ -75,7 +81,8 @@ FULL = ChunkMask()
 
 
 def pair_mask(distance: int, queries: int, keys: int, window: int | None) -> ChunkMask | None:
-    """Returns the mask between two chunks whose first positions are `distance` apart; None if no key is visible."""
+    """Returns the mask between two chunks whose first positions are `distance` apart;
+    None if no key is visible."""
     longest = distance + queries - 1
     shortest = distance - keys + 1
     if longest < 0:
@@ -127,14 +134,17 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ChunkAttention:
-    """Attention kernel between two chunks; scores are scaled by 1/sqrt(H), documents and mask are applied.
+    """Attention kernel between two chunks;
+    scores are scaled by 1/sqrt(H), documents and mask are applied.
 
-    Where a query sees no key the output is finite; its value does not matter, since the lse gives it no weight.
+    Where a query sees no key the output is finite;
+    its value does not matter, since the lse gives it no weight.
     """
 
     forward: Callable[[Queries, Keys, ChunkMask], Result]
     backward: Callable[[Queries, Keys, Result, jax.Array, ChunkMask], Gradients]
-    """`(queries, keys, result over all keys, gradient of the output, mask)` -> gradients from this pair of chunks."""
+    """`(queries, keys, result over all keys, gradient of the output, mask)` -> gradients
+    from this pair of chunks."""
     with_softcap: "Callable[[float], ChunkAttention] | None" = None
     """Returns the kernel with a soft cap of the scores (`Scores.softcap`); None if it cannot."""
 
@@ -151,12 +161,14 @@ class ChunkAttention:
 
 
 def gradient_dot_output(g_BTNH: jax.Array, result: Result) -> jax.Array:
-    """Returns D = rowsum(dO * O), which the softmax's derivative needs (FlashAttention-2), float32 [B, N, T]."""
+    """Returns D = rowsum(dO * O), which the softmax's derivative needs (FlashAttention-2),
+    float32 [B, N, T]."""
     return jnp.einsum("btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32)
 
 
 def cut(x: Any, size: int) -> Any:
-    """Returns the pieces of `size` tokens of arrays [B, T, ...], stacked in front: [pieces, B, size, ...].
+    """Returns the pieces of `size` tokens of arrays [B, T, ...], stacked
+    in front: [pieces, B, size, ...].
 
     x: a tree; the tokens of a `Result`'s lse are its last dimension.
     """
@@ -208,9 +220,10 @@ Step = tuple[Any, Any, Any]
 class Pass:
     """Forward or backward pass over pairs of chunks.
 
-    `query_inputs` are what a pass reads of chunks of queries: `(queries,)`, or `(queries, result over all keys,
-    gradient of the output)`. `sums` are what it computes for chunks of queries and for chunks of keys: `(result, ())`,
-    or gradients `(g_q, (g_k, g_v))`, float32. All have a leading dimension of chunks.
+    `query_inputs` are what a pass reads of chunks of queries: `(queries,)`, or `(queries, result
+    over all keys, gradient of the output)`. `sums` are what it computes for chunks of queries and
+    for chunks of keys: `(result, ())`, or gradients `(g_q, (g_k, g_v))`, float32. All have a
+    leading dimension of chunks.
     """
 
     start: Callable[[Any, Keys], Any]
@@ -247,7 +260,8 @@ class Pass:
         return update(sums[0], i, by_query), update(sums[1], j, by_key)
 
     def visit_all(self, masks: Masks, steps: Any, query_inputs: Any, keys: Keys, sums: Any) -> Any:
-        """Returns `sums` with the pairs of all steps, three arrays of indices, one after another."""
+        """Returns `sums` with the pairs of all steps, three arrays
+        of indices, one after another."""
 
         def body(sums: Any, step: Step) -> tuple[Any, None]:
             return self.visit(masks, step, query_inputs, keys, sums), None
@@ -314,7 +328,8 @@ Rest = tuple[jax.Array, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSelfAttention:
-    """Self-attention of a chunk kernel, with the complete sequence as one chunk; it saves output and lse."""
+    """Self-attention of a chunk kernel, with the complete sequence as one chunk;
+    it saves output and lse."""
 
     kernel: ChunkAttention
 
@@ -383,7 +398,8 @@ _attend.defvjp(_forward, _backward)
 def save(
     result: Result, inputs: tuple[jax.Array, jax.Array, jax.Array, Rest]
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    """Returns output and lse of attention to all keys and to the sinks, and the residuals of the backward pass.
+    """Returns output and lse of attention to all keys and to the sinks,
+    and the residuals of the backward pass.
 
     Output and lse are named: the remat policies save them together (models/remat.py).
     """
@@ -396,7 +412,8 @@ def save(
 
 
 def _with_sinks(result: Result, sinks_N: jax.Array) -> Result:
-    """Returns the result with one more key per head, whose score is the sink and whose value is zero."""
+    """Returns the result with one more key per head,
+    whose score is the sink and whose value is zero."""
     lse_BNT = jnp.logaddexp(result.lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
     weight_BTN = jnp.exp(result.lse_BNT - lse_BNT).swapaxes(1, 2)
     out_BTNH = result.out_BTNH.astype(jnp.float32) * weight_BTN[..., None]
@@ -404,7 +421,8 @@ def _with_sinks(result: Result, sinks_N: jax.Array) -> Result:
 
 
 def as_gradients(gradients: Any, residuals: Any, g_BTNH: jax.Array) -> tuple[Any, ...]:
-    """Returns the gradients of the inputs of `save`. gradients: of queries, and of keys and values."""
+    """Returns the gradients of the inputs of `save`.
+    gradients: of queries, and of keys and values."""
     q_BTNH, k_BSKH, v_BSKH, (segments, sinks_N), result = residuals
     g_sinks = None
     if sinks_N is not None:
@@ -418,7 +436,8 @@ def as_gradients(gradients: Any, residuals: Any, g_BTNH: jax.Array) -> tuple[Any
     return g_q, g_k, g_v, (g_segments, g_sinks)
 
 
-# With weights p of the keys and p' of the sink, output = sum p v, and its derivative by the sink is -p' output.
+# With weights p of the keys and p' of the sink, output = sum p v,
+# and its derivative by the sink is -p' output.
 def _sink_gradients(result: Result, g_BTNH: jax.Array, sinks_N: jax.Array) -> jax.Array:
     inner_BNT = gradient_dot_output(g_BTNH, result)
     weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - result.lse_BNT)

@@ -1,10 +1,12 @@
-"""cuDNN's flash attention for NVIDIA GPUs, through JAX's primitives for its forward and backward kernels.
+"""cuDNN's flash attention for NVIDIA GPUs, through JAX's primitives for its forward
+and backward kernels.
 
-cuDNN has causal masks and sliding windows, not documents. Where a pair of chunks has tokens of only one document, the
-kernels run without a mask; pairs without a common document are skipped; the rest take documents as a mask. A long
-sequence is cut into chunks for this, so that a mask has at most CHUNK x CHUNK elements and memory grows linearly with
-the sequence. cuDNN's packed layout (lengths and offsets of the documents) is not used: it needs a static number of
-documents per sequence, and its log-sum-exp takes that many times the memory.
+cuDNN has causal masks and sliding windows, not documents. Where a pair of chunks has tokens of only
+one document, the kernels run without a mask; pairs without a common document are skipped; the rest
+take documents as a mask. A long sequence is cut into chunks for this, so that a mask has at most
+CHUNK x CHUNK elements and memory grows linearly with the sequence. cuDNN's packed layout (lengths
+and offsets of the documents) is not used: it needs a static number of documents per sequence, and
+its log-sum-exp takes that many times the memory.
 """
 
 import ctypes
@@ -40,7 +42,8 @@ from meshwright.models.kernels.chunks import (
 MAX_HEAD_SIZE = 128
 """Largest head before Hopper, where keys and values have one size."""
 MAX_HEAD_SIZE_HOPPER = 256
-"""Largest head on Hopper and later, where values may have a size of their own (latent attention; cuDNN 9.10)."""
+"""Largest head on Hopper and later, where values may have a size
+of their own (latent attention; cuDNN 9.10)."""
 BEFORE_HOPPER = ("a100", "a100-40gb")
 """Chips of earlier architectures."""
 CHUNK = 4096
@@ -96,10 +99,12 @@ def _pass_by_documents(pass_of: Callable[[ChunkAttention], Pass]) -> "_PassByDoc
 
 @dataclasses.dataclass(frozen=True)
 class _PassByDocuments:
-    """Forward or backward pass that chooses cuDNN's kernels by the documents of the tokens, when it runs.
+    """Forward or backward pass that chooses cuDNN's kernels by the documents of the tokens,
+    when it runs.
 
-    One document in all tokens: one kernel for the complete sequence, without a mask of documents. Else the sequence
-    is cut into chunks; here four, of the documents 0 0 0 1 | 1 1 1 1 | 1 1 2 2 | 3 3 3 3:
+    One document in all tokens: one kernel for the complete sequence, without a mask of documents.
+    Else the sequence is cut into chunks; here four, of the documents 0 0 0 1 | 1 1 1 1 | 1 1 2 2 |
+    3 3 3 3:
 
         keys           0 0 0 1   1 1 1 1   1 1 2 2   3 3 3 3
         queries  0001  masked    .         .         .
@@ -107,8 +112,8 @@ class _PassByDocuments:
                  1122  masked    masked    masked    .
                  3333  nothing   nothing   nothing   unmasked
 
-    A dot is a pair that the causal mask hides; it is not compiled. "nothing" has no document in common and is skipped.
-    `query_inputs` are what a pass reads of queries (`chunks.Pass`).
+    A dot is a pair that the causal mask hides; it is not compiled. "nothing" has no document in
+    common and is skipped. `query_inputs` are what a pass reads of queries (`chunks.Pass`).
     """
 
     unmasked: Pass
@@ -147,9 +152,11 @@ class _PassByDocuments:
         return lax.switch(jnp.where(disjoint, 0, visible), branches)
 
     def _pair_in_loop(self, mask: ChunkMask, query_inputs: Any, keys: Keys) -> Any:
-        """Computes a pair, and its mask where it is used: JAX moves what needs only documents out of loops over layers.
+        """Computes a pair, and its mask where it is used: JAX moves what needs only documents
+        out of loops over layers.
 
-        That would be the masks of all pairs at once, T^2 / 2 elements: 16 GiB for a sequence of 131,072 tokens.
+        That would be the masks of all pairs at once, T^2 / 2 elements: 16 GiB
+        for a sequence of 131,072 tokens.
         """
         queries = query_inputs[0]
         q, query_segments, key_segments = lax.optimization_barrier(
@@ -183,7 +190,8 @@ def _chunk_size(T: int, S: int) -> int:
 def _steps_by_mask(
     mask: ChunkMask, query_chunks: int, key_chunks: int, size: int
 ) -> dict[ChunkMask, list[tuple[int, int, int]]]:
-    """Returns the steps of `Pass.visit_all` for the visible pairs of chunks, by the mask of the pair."""
+    """Returns the steps of `Pass.visit_all` for the visible pairs of chunks,
+    by the mask of the pair."""
     steps: dict[ChunkMask, list[tuple[int, int, int]]] = {}
     for i, j in np.ndindex(query_chunks, key_chunks):
         pair_mask = mask.between(i, j, size)
@@ -215,7 +223,8 @@ def _as(like: Callable[[], Any], x: Any) -> Any:
 
 
 def _native(mask: ChunkMask) -> bool:
-    """Returns whether cuDNN has the mask: none, or causal and a sliding window from the diagonal."""
+    """Returns whether cuDNN has the mask: none,
+    or causal and a sliding window from the diagonal."""
     return mask.distance in (None, 0)
 
 
@@ -237,7 +246,8 @@ def _arguments(
 ) -> tuple[Any, list[jax.Array], dict[str, Any]]:
     """Returns JAX's primitive of a cuDNN kernel, its first ten operands and its options.
 
-    JAX's public function differentiates the kernel with its own log-sum-exp; chunks need that of all keys.
+    JAX's public function differentiates the kernel with its own log-sum-exp;
+    chunks need that of all keys.
     masked: whether documents, and a mask that cuDNN does not have, are a bias [B, 1, T, S].
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -280,7 +290,8 @@ cudnn_chunks = ChunkAttention(_forward, _backward)
 def cudnn_kernels(block: int | None) -> Kernels:
     """Returns cuDNN's attention, which chooses its blocks itself.
 
-    Sinks need only its output and log-sum-exp (kernels/chunks.py); it has no function of the scores.
+    Sinks need only its output and log-sum-exp (kernels/chunks.py);
+    it has no function of the scores.
     """
     return Kernels(
         "cudnn",

@@ -1,8 +1,10 @@
-"""Grouped matmul for NVIDIA GPUs in Pallas and Triton: each row is multiplied only by the weights of its expert.
+"""Grouped matmul for NVIDIA GPUs in Pallas and Triton: each row is multiplied only
+by the weights of its expert.
 
-A tile is a block of rows of one expert and a block of columns. The tables of tiles follow from the rows of each expert
-and are computed on the device, so their number is that of the worst case, R / block + E + 1; tiles without rows end at
-once. Compiles for Ampere, Hopper and Blackwell without the device.
+A tile is a block of rows of one expert and a block of columns. The tables of tiles follow from the
+rows of each expert and are computed on the device, so their number is that of the worst case, R /
+block + E + 1; tiles without rows end at once. Compiles for Ampere, Hopper and Blackwell without the
+device.
 """
 
 import dataclasses
@@ -24,15 +26,18 @@ _STAGES = 3
 _WARPS = 8
 """Warps of a tile."""
 _LEAST_TILES = 4 * 148
-"""Tiles from which a partly filled last wave costs at most a fifth: four for each multiprocessor of a B200."""
+"""Tiles from which a partly filled last wave costs at most a fifth: four
+for each multiprocessor of a B200."""
 
 
 def _columns(tiles_of_rows: int, columns: int) -> int:
-    """Returns the columns of an output tile: 256 where they divide and leave enough tiles, else 128.
+    """Returns the columns of an output tile: 256 where they divide
+    and leave enough tiles, else 128.
 
-    A step reads (128 + columns) x 128 bytes for 2 x 128 x columns x 64 FLOPs of bfloat16: 64 FLOPs for each byte with
-    128 columns, and 85 with 256. At about 5.5 TB/s of an H100's L2 that is 350 and 470 TFLOP/s. Three steps in flight
-    take 96 or 144 KiB of shared memory (an A100 has 164, an H100 and a B200 228), the sums 64 or 128 of 255 registers.
+    A step reads (128 + columns) x 128 bytes for 2 x 128 x columns x 64 FLOPs of bfloat16: 64 FLOPs
+    for each byte with 128 columns, and 85 with 256. At about 5.5 TB/s of an H100's L2 that is 350
+    and 470 TFLOP/s. Three steps in flight take 96 or 144 KiB of shared memory (an A100 has 164, an
+    H100 and a B200 228), the sums 64 or 128 of 255 registers.
     """
     wide_tiles = tiles_of_rows * (columns // 256)
     if columns % 256 == 0 and wide_tiles >= _LEAST_TILES:
@@ -40,17 +45,19 @@ def _columns(tiles_of_rows: int, columns: int) -> int:
     return 128
 
 
-# Expert e has ceil(rows[e] / block) tiles. The tile with index i belongs to the first expert whose last tile is after
-# i; within it, it is tile j = i - (tiles of the experts before), and its rows begin at the expert's first + j block.
+# Expert e has ceil(rows[e] / block) tiles. The tile with index i belongs to the first expert whose
+# last tile is after i; within it, it is tile j = i - (tiles of the experts before), and its rows
+# begin at the expert's first + j block.
 #
 #   rows_E = [130, 0, 70], block = 128    tile     0    1    2    3...
-#                                         expert   0    0    2    3 (rows of no expert, then empty tiles)
+#                                         expert   0    0    2    3 (no expert, then empty tiles)
 #                                         start    0  128  130  200
 #                                         end    128  130  200  ...
 def _tiles(rows_E: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cuts the rows of each expert, then those past the last, into tiles of at most `block` rows.
 
-    Returns first row, last row (excluded) and expert of each tile, int32; expert E has the rows of no expert.
+    Returns first row, last row (excluded) and expert of each tile, int32;
+    expert E has the rows of no expert.
     """
     experts = rows_E.shape[0]
     rows_E = jnp.append(rows_E, rows - rows_E.sum()).astype(jnp.int32)
@@ -68,7 +75,8 @@ def _tiles(rows_E: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Arr
 
 
 def _inside(start: Any, size: int, block: int) -> jax.Array | None:
-    """Returns which positions of a block are inside a dimension of `size`; None where blocks divide it."""
+    """Returns which positions of a block are inside a dimension of `size`;
+    None where blocks divide it."""
     if size % block == 0:
         return None
     return start + jnp.arange(block) < size
@@ -95,7 +103,8 @@ def _load_masked(ref: Any, index: tuple[Any, ...], mask: jax.Array | None) -> ja
 
 @dataclasses.dataclass(frozen=True)
 class _OutputTile:
-    """Rows and columns of the result that one program computes; the last tile may reach beyond the result."""
+    """Rows and columns of the result that one program computes;
+    the last tile may reach beyond the result."""
 
     rows: pl.Slice
     columns: pl.Slice
@@ -118,10 +127,13 @@ class _OutputTile:
 def grouped_matmul(
     x_RK: jax.Array, weights: tuple[jax.Array, ...], rows_E: jax.Array, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Multiplies each row by the weights of its expert, of which there may be several; products are summed in float32.
+    """Multiplies each row by the weights of its expert,
+    of which there may be several; products are summed in float32.
 
-    x_RK: rows sorted by expert.  weights: each [E, K, N], of the same dtype.  rows_E: rows of each expert; their sum
-    is at most R.  interpret: runs on a CPU. Returns [R, N] for each, zero for rows past those of the last expert.
+    x_RK: rows sorted by expert.
+    weights: each [E, K, N], of the same dtype.
+    rows_E: rows of each expert; their sum is at most R.
+    interpret: runs on a CPU. Returns [R, N] for each, zero for rows past those of the last expert.
     Sizes need not be multiples of the tiles.
     """
     return tuple(multiply(x_RK, w, rows_E, transposed=False, interpret=interpret) for w in weights)
@@ -153,7 +165,8 @@ grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 class _ProductKernel:
     """Kernel of one tile of `multiply`: what is known before tracing.
 
-    Grid: (tiles of columns, tiles of rows). The tables of tiles give each program its rows and its expert.
+    Grid: (tiles of columns, tiles of rows).
+    The tables of tiles give each program its rows and its expert.
     """
 
     experts: int
@@ -224,8 +237,9 @@ class _ProductKernel:
         return jax.lax.fori_loop(0, steps, add_step, zeros)
 
 
-# y[r, :] = s[r] sum_k x[r, k] W[e(r)][k, :] + added[r, :] for each row r of expert e(r): the grouped GEMM of
-# MegaBlocks (Gale et al. 2022, arXiv:2211.15841) without its padding of experts to complete tiles of rows.
+# y[r, :] = s[r] sum_k x[r, k] W[e(r)][k, :] + added[r, :] for each row r of expert e(r): the
+# grouped GEMM of MegaBlocks (Gale et al. 2022, arXiv:2211.15841) without its padding of experts to
+# complete tiles of rows.
 #
 #   rows of x          W of their experts        y
 #   | e0      |        tile 0 x W[e0]     ->   tile 0    128 rows of expert 0
@@ -245,10 +259,12 @@ def multiply(
 ) -> jax.Array:
     """Computes one product of `grouped_matmul`, without a derivative: [R, N].
 
-    weights: [E, N, K] if `transposed`, else [E, K, N].  dtype: of the result; None is that of the rows.
-    scales: [R, 1], which the float32 sums are multiplied by.  added: [R, N] in the type of the result, added to the
-    scaled sums; the result takes its memory. Hopper multiplies float8 only along the innermost dimension of both
-    operands, which needs `transposed`.
+    weights: [E, N, K] if `transposed`, else [E, K, N].
+    dtype: of the result; None is that of the rows.
+    scales: [R, 1], which the float32 sums are multiplied by.
+    added: [R, N] in the type of the result, added to the scaled sums; the result takes its memory.
+    Hopper multiplies float8 only along the innermost dimension of both operands, which needs
+    `transposed`.
     """
     R, K = x_RK.shape
     E = weights.shape[0]
@@ -331,7 +347,8 @@ class _TransposedProductKernel:
         return jax.lax.fori_loop(0, steps, add_step, zeros)
 
 
-# y[e][k, n] = s[n] sum_r x[r, k] g[r, n] over the rows r of expert e, which are neighbors: [starts[e], ends[e]).
+# y[e][k, n] = s[n] sum_r x[r, k] g[r, n] over the rows r of expert e,
+# which are neighbors: [starts[e], ends[e]).
 def multiply_transposed(
     x_RK: jax.Array,
     g_RN: jax.Array,
@@ -341,9 +358,11 @@ def multiply_transposed(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns, for each expert, its rows of x transposed times its rows of g: [E, K, N]; zero without rows.
+    """Returns, for each expert, its rows of x transposed times its rows of g: [E, K, N];
+    zero without rows.
 
-    dtype: of the result; None is that of x.  scales: [1, N], which the float32 sums are multiplied by.
+    dtype: of the result; None is that of x.
+    scales: [1, N], which the float32 sums are multiplied by.
     """
     K = x_RK.shape[1]
     N = g_RN.shape[1]
@@ -372,7 +391,8 @@ def _pallas_call(
     interpret: bool,
     aliases: dict[int, int],
 ) -> Callable[..., jax.Array]:
-    """Returns the call of a kernel whose operands all stay in HBM, with the pipeline that both products use."""
+    """Returns the call of a kernel whose operands all stay in HBM,
+    with the pipeline that both products use."""
     return pl.pallas_call(
         kernel,
         grid=grid,
