@@ -42,13 +42,7 @@ HEADS = 128
 GROUP = 4
 """Query heads of a key head in tokamax's kernels, whose backward kernel adds their gradients in HBM; in JAX's the
 bundles are the same for all."""
-TOKAMAX = (
-    (512, 512, 512),
-    (1024, 1024, 1024),
-    (2048, 1024, 1024),
-    (2048, 2048, 512),
-    (2048, 2048, 1024),
-)
+TOKAMAX = ((2048, 2048, 512), (1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
 """Blocks of tokamax's kernels."""
 
 
@@ -231,8 +225,8 @@ def count_parts(text: str, runs: int = 1) -> dict[str, int]:
             parts.append((start, end))
         elif region not in targets:
             last = start
-    around = [part for part in parts if _has_part_inside(part, parts)]
-    inner = [part for part in parts if part not in around]
+    inner = [part for part in parts if not _has_part_inside(part, parts)]
+    around = [part for part in parts if part[0] > first and part not in inner]
     if around:
         inner = [part for part in inner if _has_part_inside(around[0], [part])]
     sizes = [end - start for start, end in inner]

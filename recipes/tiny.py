@@ -1,4 +1,5 @@
-"""The main job: a small Llama on Python's own standard library, on eight simulated devices or real ones.
+"""A small Llama, trained on the source of Python's standard library; what `meshwright train` trains by
+default, on eight simulated devices or on real ones.
 
     meshwright train
 

@@ -176,6 +176,7 @@ JUDGED: dict[tuple[str, str], str] = {
         "max(0, reached - to)",
     ): "steps lost: a restart that goes on from a later step lost none",
     ("src/meshwright/trainer/alarms.py", "max(0.0, now - self._began - self._others)"): AGE,
+    ("src/meshwright/trainer/alarms.py", "max(0.0, until - time.monotonic())"): WAIT,
     (
         "src/meshwright/trainer/hosts.py",
         "min(1.0, limits.silence / 8)",

@@ -403,6 +403,9 @@ def test_buffers_have_room_for_the_most_that_can_arrive() -> None:
     [
         ("qwen3-30b-a3b", "h100:16", "expert=16", 2),
         ("qwen3-30b-a3b", "h100:8", "expert=8", 1),
+        # Nodes of the target, not the largest of the chip: 4 GPUs of 8, 64 of 72.
+        ("qwen3-30b-a3b", "h100:2x4", "expert=8", 2),
+        ("qwen3-30b-a3b", "gb200:128", "expert=128", 2),
         ("qwen3-30b-a3b", "h100:16", "fsdp=2,expert=8", 1),
         ("mixtral-8x7b", "h100:16", "expert=8,tensor=2", 2),
         # One expert is on one node, so that a second exchange saves nothing.
@@ -622,9 +625,13 @@ def test_devices_that_exchange_at_once_may_be_in_one_domain(
     """With one expert for a token each device is a group of its own; 64 of 128 GPUs may be in a domain of 72."""
     monkeypatch.setattr("jaxlib.version.__version__", "0.11.2")
     settled = _settled_moe("gb200:128", "fsdp=2,expert=64", recipe="llama4-maverick")
-    assert settled.expert_nodes == 64
-    with pytest.raises(ConfigError, match="64 devices of one NVLink domain"):
-        settled.check_exchange()
+    assert settled.expert_nodes == 1
+    of_devices = dataclasses.replace(settled.machine, mapping=None)
+    unknown = settle(place_run(settled.run), of_devices)
+    assert unknown.expert_nodes == 64
+    for found in (settled, unknown):
+        with pytest.raises(ConfigError, match="64 devices of one NVLink domain"):
+            found.check_exchange()
     between = _settled_moe("h100:128", "fsdp=2,expert=64", recipe="llama4-maverick")
     assert between.expert_nodes == 64
     between.check_exchange()

@@ -27,6 +27,7 @@ from xlacensus.kernel_bundles import (
     VisiblePairs,
     causal_pairs,
     find_bundles,
+    kernel_of,
     kernel_seconds,
     pairs_of_fraction,
     read_bundles,
@@ -87,6 +88,25 @@ def test_measured_kernels_are_within_a_tenth_of_their_price() -> None:
         pairs = causal_pairs(tokens, blocks.q, blocks.kv)
         seconds = heads * kernel_seconds(bundles, V6E.clock_hz, tokens, tokens, pairs)
         assert seconds == pytest.approx(float(row["fwd_ms"]) / 1e3, rel=0.1), row["id"]
+
+
+def test_tokamax_is_priced_within_what_was_measured() -> None:
+    """Kernels in profiles of whole steps (k032, k034), 96 heads of 8,192 tokens, without documents and theirs with a bound
+    on the logits: our forward pass, with documents and no bound, lies between tokamax's and JAX's."""
+    with KERNELS.open(encoding="utf-8") as opened:
+        measured = {row["id"]: row for row in csv.DictReader(opened)}
+    tokamax = measured["k032"]
+    jax_splash = measured["k034"]
+    blocks = KernelBlocks(1024, 1024, 1024)
+    pairs = causal_pairs(8192, 1024, 1024)
+    milliseconds = {}
+    for kernel in ("fwd", "fused"):
+        bundles = find_bundles("TPU v6e", "tokamax", kernel, 128, blocks)
+        assert bundles is not None and V6E.clock_hz is not None
+        seconds = 96 * kernel_seconds(bundles, V6E.clock_hz, 8192, 8192, pairs)
+        milliseconds[kernel] = 1e3 * seconds
+    assert float(tokamax["fwd_ms"]) < milliseconds["fwd"] < float(jax_splash["fwd_ms"])
+    assert milliseconds["fused"] == pytest.approx(float(tokamax["bwd_ms"]), rel=0.1)
 
 
 def test_the_blocks_with_the_least_time_are_chosen() -> None:
@@ -155,6 +175,12 @@ def test_plan_and_census_price_the_same_kernel() -> None:
     placed = place_run(run)
     settled = settle(placed, machine_of_target(target, MeshShape(fsdp=8)))
     kernels = settled.kernels
+    named = dataclasses.replace(training, attention_kernel="tokamax_splash")
+    tokamax = settle(
+        place_run(dataclasses.replace(run, training=named)),
+        machine_of_target(target, MeshShape(fsdp=8)),
+    ).kernels
+    assert "tokamax_splash (blocks" in tokamax.summary and tokamax.head_seconds is not None
     assert kernels.name == "splash_fused" and "2048 x 2048 by 512" in kernels.summary
     assert kernels.head_seconds is not None
     heads = 32 * 32
@@ -186,6 +212,11 @@ metadata={op_name="visible_0.500061/splash_mha_fwd"}
     cost = CostModel(V6E, V6E.efficiency).cost_of(call)
     assert cost.kind == "attention"
     assert cost.seconds == pytest.approx(32 * kernels.head_seconds[0], rel=0.01)
+    scheduler = text.replace("block_q_dkv", "use_experimental_scheduler")
+    scheduler = scheduler.replace("2048,", "1024,").replace(": 512", ": 1024")
+    (call,) = (i for i in parse_module(scheduler).entry if i.opcode == "custom-call")
+    bundles = kernel_of(call, "TPU v6e")
+    assert bundles is not None and bundles.library == "tokamax"
     unknown = functools.reduce(lambda t, old: t.replace(old, "256"), ("2048", "512"), text)
     (call,) = (i for i in parse_module(unknown).entry if i.opcode == "custom-call")
     by_fraction = CostModel(V6E, V6E.efficiency).cost_of(call).seconds

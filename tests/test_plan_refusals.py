@@ -118,3 +118,15 @@ def test_a_batch_that_no_mesh_divides_has_its_arithmetic() -> None:
     error = refusal(run_with("tiny", batch=16), "gb200:1x7")
     assert "16 = 2 * 7 + 2, so a factor of 7 must be in stage, context or tensor" in str(error)
     assert error.fix == "--batch 14"
+
+
+@pytest.mark.parametrize("gb", [25, 80])
+def test_a_plan_without_room_for_the_compiler_says_so(gb: int) -> None:
+    """Llama 3.2 1B takes 20 GB at least: more than three quarters of 25."""
+    target = parse_target("h100:1")
+    chip = dataclasses.replace(target.chip, hbm_bytes=gb * 1e9)
+    run = run_with("llama32-1b", batch=4, seq=4096)
+    found = search(run, dataclasses.replace(target, chip=chip))
+    taken = found.plans[0].estimate.bytes / chip.hbm_bytes
+    said = [note for note in notes(run, found) if f"takes {taken:.0%}, and above 75%" in note]
+    assert len(said) == (taken > 0.75) == (gb == 25)

@@ -115,31 +115,13 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     if passes > 1:
         counted = {item: _passes_of_step(device_run, item) for item in items}
     factors = _factors(device_run, counted)
-    uneven = 1.0
-    if device_run.layout.shape.stage > 1 and device_run.local_model.execution.permutes:
-        # A stage without a task computes beside the others, and padding rows too.
-        rows = (
-            -(
-                -len(device_run.layout.spec.layers)
-                // (device_run.layout.shape.stage * device_run.layout.stages.virtual_stages)
-            )
-            * device_run.layout.shape.stage
-        )
-        ticks = int((device_run.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
-        uneven = rows * ticks / (len(device_run.layout.spec.layers) * run.training.microbatches)
+    uneven = _computed_over_assigned(device_run)
     most = _SLACK * uneven * sum(factors[item] * flops for item, flops in items.items())
     adapters = sum(p.size for _, p, _ in device_run.layout.leaves if p.role == "adapter")
-    most += (
-        _SLACK
-        * uneven
-        * (1 + _recomputations(device_run) / counted["unembedding"])
-        * 2
-        * passes
-        * run.training.batch
-        * run.training.seq
-        * adapters
-        / device_run.layout.shape.size
-    )
+    adapter_passes = 1 + _recomputations(device_run) / counted["unembedding"]
+    tokens = run.training.batch * run.training.seq
+    adapter_flops = 2 * passes * tokens * adapters / device_run.layout.shape.size
+    most += _SLACK * uneven * adapter_passes * adapter_flops
     rule = UPDATE_RULES.get(run.optimizer.name)
     if rule is not None and rule.matrices and passes > 1:
         layout = device_run.layout
@@ -150,6 +132,21 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         math.inf if rule is None else most,
         f"{sum(items.values()):.3g} of the model, with recomputation, padding and masked pairs",
     )
+
+
+def _computed_over_assigned(device_run: DeviceRun) -> float:
+    """Returns the layers that a pipeline's stages compute over those of their tasks.
+
+    1, except where a stage without a task computes beside the others, and padding rows too.
+    """
+    layout = device_run.layout
+    stages = layout.shape.stage
+    if stages == 1 or not device_run.local_model.execution.permutes:
+        return 1.0
+    layers = len(layout.spec.layers)
+    rows = math.ceil(layers / (stages * layout.stages.virtual_stages)) * stages
+    ticks = int((device_run.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
+    return rows * ticks / (layers * device_run.run.training.microbatches)
 
 
 def _recomputations(device_run: DeviceRun) -> int:

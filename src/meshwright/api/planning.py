@@ -48,6 +48,7 @@ from meshwright.planner.explain import (
     fewer_are_faster,
     notes,
     nothing_fits,
+    room_note,
 )
 from meshwright.planner.offers import (
     CHIP_HOURS_PER_FAILURE,
@@ -389,6 +390,7 @@ class PlanOptions(OfferOptions, RunOptions):
         remarks += [announced_note(plan.target) for plan in plans]
         remarks += [batch_note(plan.run, plan.target) for plan in plans]
         remarks += [plan.record_note for plan in plans]
+        remarks += [room_note(plan) for plan in plans]
         remarks += fewer_are_faster([offer.plan for offer in (*found, *found.beyond)])
         return list(dict.fromkeys(note for note in remarks if note))
 

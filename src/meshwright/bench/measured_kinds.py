@@ -5,7 +5,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.bench.device_trace import Event, Trace, device_time, innermost
+from meshwright.bench.device_trace import DeviceTime, Event, Trace, device_time, innermost
 from meshwright.formatting import format_step
 from meshwright.hardware.chips import CHIPS
 from meshwright.models.layer_facts import LayerSpec
@@ -85,44 +85,73 @@ def kinds_of_trace(
     steps: in the trace.
     seconds: wall time of all steps.
     """
-    lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
-    events = [event for lane in lanes for event in innermost(lane)]
-    counted = len(trace.devices) or local_devices
-    share = 1.0 / (counted * steps)
+    devices_of_trace = len(trace.devices) or local_devices
+    share = 1.0 / (devices_of_trace * steps)
     kinds = kinds_of_instructions(module, layers)
-    times_of_devices = [
-        device_time(name, device, trace.flights.get(name, ()))
-        for name, device in trace.devices.items()
-    ]
-    computation = _computation(events, kinds, share)
-    communication = _communication(events, labels, counted, share)
-    notes = []
-    if times_of_devices:
-        compute = sum(time.compute for time in times_of_devices) * share
-        exposed = sum(time.exposed for time in times_of_devices) * share
-        notes += _note_of_streams(computation, compute)
-        computation = _scaled(computation, compute)
-        communication = _scaled(communication, exposed)
-    operations = computation | communication
+    operations, notes = _operations(trace, kinds, labels, devices_of_trace, share)
     step = seconds / steps
     busy = _total(operations)
     if busy > step:
         notes += _note_of_step(busy, step)
         operations = _scaled(operations, step)
-    elsewhere = devices - local_devices
-    if elsewhere:
+    devices_elsewhere = devices - local_devices
+    if devices_elsewhere:
         notes.append(
-            f"waits for the {elsewhere} devices of other processes count as exposed communication"
+            f"waits for the {devices_elsewhere} devices of other processes count as exposed "
+            "communication"
         )
     sums = {kind: sum(operations[kind].values()) for kind in KINDS}
     sums[IDLE] = step - min(busy, step)
-    longest = {
-        kind: sorted(found.items(), key=lambda item: -item[1]) for kind, found in operations.items()
-    }
     flops: dict[str, float] = {str(rate): n for rate, n in least_flops(module).items()}
-    measured = MeasuredStep(sums, counted * steps, KERNEL in kinds.values(), flops, elsewhere)
-    slowest = _slowest([(time.device, time.compute) for time in times_of_devices])
-    return KindsOfTrace(measured, longest, slowest, tuple(notes))
+    return KindsOfTrace(
+        step=MeasuredStep(
+            sums, devices_of_trace * steps, KERNEL in kinds.values(), flops, devices_elsewhere
+        ),
+        longest={kind: _longest_first(found) for kind, found in operations.items()},
+        slowest=_slowest([(time.device, time.compute) for time in _device_times(trace)]),
+        notes=tuple(notes),
+    )
+
+
+def _operations(
+    trace: Trace,
+    kinds: Mapping[str, str],
+    labels: Mapping[str, str],
+    devices: int,
+    share: float,
+) -> tuple[Operations, list[str]]:
+    """Returns the seconds of the operations of a device and step, scaled where devices have lanes
+    to the time in which something computes or only collectives run; and notes of what was scaled.
+
+    devices: of the trace.
+    share: of one device and step in all seconds of the trace.
+    """
+    lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
+    events = [event for lane in lanes for event in innermost(lane)]
+    computation = _computation(events, kinds, share)
+    communication = _communication(events, labels, devices, share)
+    notes: list[str] = []
+    times = _device_times(trace)
+    if times:
+        compute = sum(time.compute for time in times) * share
+        exposed = sum(time.exposed for time in times) * share
+        notes += _note_of_streams(computation, compute)
+        computation = _scaled(computation, compute)
+        communication = _scaled(communication, exposed)
+    return computation | communication, notes
+
+
+def _device_times(trace: Trace) -> list[DeviceTime]:
+    """Returns the time of each device that has lanes."""
+    return [
+        device_time(name, lanes, trace.flights.get(name, ()))
+        for name, lanes in trace.devices.items()
+    ]
+
+
+def _longest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Returns operations with their seconds, the longest first."""
+    return sorted(seconds.items(), key=lambda item: -item[1])
 
 
 def _total(operations: Operations) -> float:

@@ -160,25 +160,14 @@ def time_collectives(
 def time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveTiming:
     """Times one collective over one axis.
     size: bytes, rounded up to a multiple of 4 * devices^2."""
-    collective, n = COLLECTIVES[kind], mesh.shape[axis]
+    collective = COLLECTIVES[kind]
+    n = mesh.shape[axis]
     elements = max(n * n, -(-size // (4 * n * n)) * n * n)
-    local = collective.local_elements(elements, n)
-    # Small integers: their sums are exact in float32 in any order.
-    blocks = (
-        (np.arange(n * local, dtype=np.int64) * 2654435761 % 251)
-        .astype(np.float32)
-        .reshape(n, local)
-    )
+    blocks = _small_integers(n, collective.local_elements(elements, n))
     x = jax.device_put(blocks.reshape(-1), NamedSharding(mesh, P(axis)))
-
-    def run(block: jax.Array) -> jax.Array:
-        return collective.run(block, axis)
-
-    sharded = jax.shard_map(
-        run, mesh=mesh, in_specs=P(axis), out_specs=collective.output_spec(axis), check_vma=False
-    )
-    compiled: Any = jax.jit(sharded).lower(x).compile()
-    result, expected = compiled(x), collective.expected(blocks)
+    compiled = _compiled_collective(collective, mesh, axis, x)
+    result = compiled(x)
+    expected = collective.expected(blocks)
     # Each process sees the blocks of its own devices.
     correct = all(
         np.array_equal(np.asarray(shard.data), expected[shard.index])
@@ -186,8 +175,35 @@ def time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveTi
     )
     seconds, calls = median_seconds(compiled, x)
     bandwidth = 4 * elements / seconds
-    bus = bandwidth * collective.bus_factor(n)
-    return CollectiveTiming(kind, axis, n, 4 * elements, seconds, calls, bandwidth, bus, correct)
+    return CollectiveTiming(
+        kind,
+        axis,
+        n,
+        4 * elements,
+        seconds,
+        calls,
+        bandwidth,
+        bandwidth * collective.bus_factor(n),
+        correct,
+    )
+
+
+def _small_integers(devices: int, elements: int) -> np.ndarray:
+    """Returns integers below 251 as float32 [devices, elements]: their sums are exact
+    in any order."""
+    numbers = np.arange(devices * elements, dtype=np.int64) * 2654435761 % 251
+    return numbers.astype(np.float32).reshape(devices, elements)
+
+
+def _compiled_collective(collective: Collective, mesh: Mesh, axis: str, x: jax.Array) -> Any:
+    """Compiles a collective of blocks of x over an axis of the mesh."""
+
+    def run(block: jax.Array) -> jax.Array:
+        return collective.run(block, axis)
+
+    out_specs = collective.output_spec(axis)
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=P(axis), out_specs=out_specs, check_vma=False)
+    return jax.jit(sharded).lower(x).compile()
 
 
 _CHECKED_ROWS = 4
@@ -223,10 +239,9 @@ def time_matmul(m: int, k: int, n: int, dtype: str) -> MatmulTiming:
     result = np.asarray(compiled(x, w)[:_CHECKED_ROWS], np.float32)
     correct = np.allclose(result, expected, rtol=_RELATIVE_ERROR.get(dtype, 1e-6))
     # Products of such integers take less power, with which an H100 keeps a higher clock.
-    keys = jax.random.split(jax.random.key(0))
-    x, w = (
-        jax.random.normal(key, a.shape).astype(dtype) for key, a in zip(keys, (x, w), strict=True)
-    )
+    x_key, w_key = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(x_key, x.shape).astype(dtype)
+    w = jax.random.normal(w_key, w.shape).astype(dtype)
     seconds, calls = median_seconds(compiled, x, w)
     return MatmulTiming(m, k, n, dtype, seconds, calls, 2.0 * m * k * n / seconds, bool(correct))
 

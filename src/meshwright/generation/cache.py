@@ -454,35 +454,56 @@ def attend(
     Both are float32. A query that sees none of the slots gets zeros, and a log-sum-exp near -1e30.
     kv_rank: first features of the keys that are the values of a cache of latents.
     """
-    B, T, N, H = q_BTNH.shape
+    T = q_BTNH.shape[1]
     local_slots, K = cache.k.shape[1:3]
-    G = N // K
-    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H)
-    q_KBGH = q_BTKGH.transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
+    q_KBGH = _by_kv_head(q_BTNH, K)
     at_T = slots.slot + jnp.arange(T)
-    chunk = None if scores is None else scores.chunk
-    softcap = None if scores is None else scores.softcap
-    if chunk is not None:
-        window = min(window or chunk, chunk)
-
+    scores = scores or Scores()
+    if scores.chunk is not None:
+        window = min(window or scores.chunk, scores.chunk)
     chosen_BTS = None
-    if scores is not None and scores.index is not None:
+    if scores.index is not None:
         chosen_BTS = _chosen(scores.index, cache.index, row, slots, at_T)
-    block = math.gcd(local_slots, _BLOCK)
+
     attention = _BlockAttention(
-        cache, row, slots, q_KBGH, at_T, block, window, chunk, softcap, kv_rank, chosen_BTS
+        cache=cache,
+        row=row,
+        slots=slots,
+        q_KBGH=q_KBGH,
+        at_T=at_T,
+        block=math.gcd(local_slots, _BLOCK),
+        window=window,
+        chunk=scores.chunk,
+        softcap=scores.softcap,
+        kv_rank=kv_rank,
+        chosen_BTS=chosen_BTS,
     )
-    if block == local_slots:
+    if attention.block == local_slots:
         sums = attention.visit(0, attention.empty())
     else:
         first, end = attention.block_range()
         sums = lax.fori_loop(first, end, attention.visit, attention.empty())
+    return _attention_of(sums, T)
 
+
+def _by_kv_head(q_BTNH: jax.Array, kv_heads: int) -> jax.Array:
+    """Returns the queries times 1 / sqrt(H), by key/value head: [K, B, G T, H]."""
+    B, T, N, H = q_BTNH.shape
+    G = N // kv_heads
+    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, kv_heads, G, H)
+    return q_BTKGH.transpose(2, 0, 3, 1, 4).reshape(kv_heads, B, G * T, H)
+
+
+def _attention_of(sums: Sums, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the output o / l [B, T, N, value size] and the log-sum-exp m + ln l [B, T, N]."""
+    K, B, queries, value_size = sums.out.shape
+    G = queries // tokens
     total = jnp.maximum(sums.total, 1e-30)
-    out = (sums.out / total[..., None]).reshape(K, B, G, T, attention.value_size)
-    lse = (sums.highest + jnp.log(total)).reshape(K, B, G, T)
-    out_BTNH = out.transpose(1, 3, 0, 2, 4).reshape(B, T, N, attention.value_size)
-    return out_BTNH, lse.transpose(1, 3, 0, 2).reshape(B, T, N)
+    out = (sums.out / total[..., None]).reshape(K, B, G, tokens, value_size)
+    lse = (sums.highest + jnp.log(total)).reshape(K, B, G, tokens)
+    out_BTNH = out.transpose(1, 3, 0, 2, 4).reshape(B, tokens, K * G, value_size)
+    lse_BTN = lse.transpose(1, 3, 0, 2).reshape(B, tokens, K * G)
+    return out_BTNH, lse_BTN
 
 
 def _chosen(
@@ -502,14 +523,19 @@ def _seen(
     """Returns the slots [B, T, S] that each token attends to.
     at_T, key_S: slots of the tokens, and of the keys."""
     distance_TS = at_T[:, None] - key_S[None]
-    seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+    seen_TS = distance_TS >= 0
+    if window is not None:
+        seen_TS &= distance_TS < window
     seen_BTS = seen_TS[None] & (key_S[None, None] >= first_B[:, None, None])
     if chunk is None:
         return seen_BTS
-    chunk_BT, chunk_BS = ((x[None] - first_B[:, None]) // chunk for x in (at_T, key_S))
+    chunk_BT = (at_T[None] - first_B[:, None]) // chunk
+    chunk_BS = (key_S[None] - first_B[:, None]) // chunk
     return seen_BTS & (chunk_BT[:, :, None] == chunk_BS[:, None])
 
 
 def _block(array: jax.Array, row: Any, number: Any, block: int) -> jax.Array:
     """Returns block `number` of a layer's slots [S, K, B, H]."""
-    return lax.dynamic_slice(array, (row, number * block, 0, 0, 0), (1, block, *array.shape[2:]))[0]
+    start = (row, number * block, 0, 0, 0)
+    size = (1, block, *array.shape[2:])
+    return lax.dynamic_slice(array, start, size)[0]

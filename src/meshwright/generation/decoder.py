@@ -28,7 +28,7 @@ from meshwright.models.blocks.context import CONTEXT, with_own_kv_head
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.kernels.attention import cap
 from meshwright.models.layer_scan import scan_layers, sections
-from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
+from meshwright.models.model import Attend, ForwardContext, Layer, Tokens, vocab_size
 from meshwright.models.remat import save_as_it_is
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
@@ -242,10 +242,10 @@ class Decoder:
     @functools.cached_property
     def _abstract(self) -> DecodeState:
         batch, slots = self.bucket.batch, self.bucket.slots
-        tokens_BT, logprobs_BT = (
-            jax.ShapeDtypeStruct((batch, slots + 1), x) for x in (jnp.int32, jnp.float32)
-        )
-        first_B, done_B = (jax.ShapeDtypeStruct((batch,), x) for x in (jnp.int32, jnp.bool_))
+        tokens_BT = jax.ShapeDtypeStruct((batch, slots + 1), jnp.int32)
+        logprobs_BT = jax.ShapeDtypeStruct((batch, slots + 1), jnp.float32)
+        first_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        done_B = jax.ShapeDtypeStruct((batch,), jnp.bool_)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         return jax.tree.map(
             lambda x, spec: x.update(sharding=NamedSharding(self.device_run.mesh, spec)),
@@ -349,10 +349,10 @@ class Decoder:
             ~self.local_tokens(text_BT)[None],
         )
         sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
-        fewer = (
-            self.device_run.layout.spec.kv_heads or math.inf
-        ) < self.device_run.layout.shape.tensor
-        own = with_own_kv_head(attend) if fewer else attend
+        attend_heads: Attend = attend
+        kv_heads = self.device_run.layout.spec.kv_heads
+        if kv_heads and kv_heads < self.device_run.layout.shape.tensor:
+            attend_heads = with_own_kv_head(attend)
         # The few tokens of a step are gathered at once, and nothing is saved for a backward pass.
         execution = dataclasses.replace(
             model.execution,
@@ -365,7 +365,7 @@ class Decoder:
             execution,
             tokens=local,
             dropout=no_dropout(),
-            attend=own,
+            attend=attend_heads,
             attend_latent=attend.latent,
             cached_recur=attend.recur,
         )
@@ -387,28 +387,40 @@ class Decoder:
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Runs all layers; the cache is carried through the loop over them,
         so that it is written in place."""
-        model, spec = self.device_run.local_model, self.device_run.layout.spec
+        model = self.device_run.local_model
+        spec = self.device_run.layout.spec
         functions = model.model.layer_functions(ctx)
-
-        def cached(stack: str, layer: Layer) -> Any:
-            def step(carry: Any, layer_params: Tree, place: Any) -> tuple[Any, Any]:
-                (x_BTD, cache), (index, row) = carry, place
-                attend.open(cache[stack], row)
-                x_BTD, _ = layer(x_BTD, layer_params, index)
-                return (x_BTD, {**cache, stack: attend.close()}), None
-
-            return step
-
         # Index of each layer in the model, and its row in the stack.
-        places = {s: (jnp.array(spec.layers_of(s)), jnp.arange(n)) for s, n in model.stacks.items()}
-        x_BTD, done = model.model.embed(params, ctx), dict(cache)
-        for section in sections(spec, functions, cached):
+        positions = {}
+        for stack, count in model.stacks.items():
+            positions[stack] = (jnp.array(spec.layers_of(stack)), jnp.arange(count))
+
+        x_BTD = model.model.embed(params, ctx)
+        caches = dict(cache)
+        for section in sections(spec, functions, functools.partial(_cached_layer, attend)):
             # The loop over a section's layers carries only the caches of its own stacks.
-            own = {stack: done[stack] for stack in section.stacks}
+            section_caches = {stack: caches[stack] for stack in section.stacks}
             rows = section.rows(spec, slice(0, section.layers))
-            carry: Any = scan_layers(section.period, (x_BTD, own), params, places, rows=rows)[0]
-            x_BTD, done = carry[0], {**done, **carry[1]}
-        return x_BTD, done
+            carry: Any = (x_BTD, section_caches)
+            carry, _ = scan_layers(section.period, carry, params, positions, rows=rows)
+            x_BTD, section_caches = carry
+            caches |= section_caches
+        return x_BTD, caches
+
+
+def _cached_layer(attend: CachedAttend, stack: str, layer: Layer) -> Any:
+    """Returns a layer that reads and writes its row of the cache of its stack:
+    `((x, caches), params, (index, row)) -> ((x, caches), None)`."""
+
+    def step(carry: Any, layer_params: Tree, position: Any) -> tuple[Any, Any]:
+        x_BTD, caches = carry
+        index, row = position
+        attend.open(caches[stack], row)
+        x_BTD, _ = layer(x_BTD, layer_params, index)
+        written = {**caches, stack: attend.close()}
+        return (x_BTD, written), None
+
+    return step
 
 
 def check_decodable(device_run: DeviceRun) -> None:

@@ -206,16 +206,7 @@ class Generator(Brief):
         with rotary positions a note on standard error tells that they are longer than those it was
         trained on.
         """
-        if max_tokens < 1 or not prompts:
-            raise ConfigError(
-                f"{max_tokens} tokens after {len(prompts)} prompts",
-                "there is at least one of each",
-                "--max-tokens 1",
-            )
-        if isinstance(stop, str) or "" in stop:
-            raise ConfigError(
-                f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\\n\\n"]'
-            )
+        _check_request(len(prompts), max_tokens, stop)
         sampling = sampling or Sampling()
         encoded = [self.encode(prompt) for prompt in prompts]
         began = time.perf_counter()
@@ -229,10 +220,7 @@ class Generator(Brief):
             last = time.perf_counter()
             if number == 0:
                 first = last
-            for row, text in enumerate(texts):
-                added = text.add(tokens[row], logprobs[row], final=tokens.shape[1] >= max_tokens)
-                if added and on_text is not None:
-                    on_text(row, added)
+            _add_tokens(texts, tokens, logprobs, max_tokens, on_text)
             if all(text.ended for text in texts):
                 break
         memory = decoder.memory()
@@ -278,8 +266,11 @@ class Generator(Brief):
         logprobs_BT, greedy_BT = (np.concatenate(parts, 1) for parts in zip(*scores, strict=True))
         # What slot s scores is the token in slot s + 1.
         end = decoder.end - 1 - first_slot
-        rows = [(row, slice(end - len(text) + 1, end)) for row, text in enumerate(encoded)]
-        return [(logprobs_BT[where], greedy_BT[where]) for where in rows]
+        results = []
+        for row, text in enumerate(encoded):
+            start = end - len(text) + 1
+            results.append((logprobs_BT[row, start:end], greedy_BT[row, start:end]))
+        return results
 
     def _pieces(
         self, decoder: Decoder, encoded: Sequence[np.ndarray], max_tokens: int, sampling: Sampling
@@ -292,6 +283,35 @@ class Generator(Brief):
             state = decoder.decode(state, sampling, self._stops, piece)
             left -= piece
             yield state
+
+
+def _check_request(prompts: int, max_tokens: int, stop: Sequence[str]) -> None:
+    """Raises ConfigError for no prompts, no tokens, and stops that are not texts."""
+    if max_tokens < 1 or not prompts:
+        raise ConfigError(
+            f"{max_tokens} tokens after {prompts} prompts",
+            "there is at least one of each",
+            "--max-tokens 1",
+        )
+    if isinstance(stop, str) or "" in stop:
+        raise ConfigError(
+            f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\n\n"]'
+        )
+
+
+def _add_tokens(
+    texts: "Sequence[_Text]",
+    tokens_BT: np.ndarray,
+    logprobs_BT: np.ndarray,
+    max_tokens: int,
+    on_text: OnText | None,
+) -> None:
+    """Gives each text its tokens so far, and `on_text` what can be shown of them."""
+    final = tokens_BT.shape[1] >= max_tokens
+    for row, text in enumerate(texts):
+        added = text.add(tokens_BT[row], logprobs_BT[row], final=final)
+        if added and on_text is not None:
+            on_text(row, added)
 
 
 class _Text:

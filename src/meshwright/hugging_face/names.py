@@ -192,52 +192,75 @@ LLAMA: Names = {
 def locate_tensors(c: Model, names: Names, layer: str) -> dict[str, StoredTensor]:
     """Returns where each parameter of a model is stored.
     layer: what precedes the names of a layer's tensors."""
-    spec, params = c.spec(), named_leaves(c.params())
-    rows = {stack: spec.layers_of(stack) for stack in spec.stacks}
-    rows |= {block.stack: (len(spec.layers) + i,) for i, block in enumerate(spec.further)}
-    groups: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
-    found: dict[str, StoredTensor] = {}
+    spec = c.spec()
+    params = named_leaves(c.params())
+    layers_of = {stack: spec.layers_of(stack) for stack in spec.stacks}
+    layers_of |= {block.stack: (len(spec.layers) + i,) for i, block in enumerate(spec.further)}
+    # Parameters that share a tensor, by its stack and name.
+    groups: dict[tuple[str, str], list[str]] = {}
     for path in params:
-        stack, _, name = path.rpartition(".")
-        tensor, axes = names[path] if path in names else names[name]
-        groups.setdefault((stack if stack in rows else "", tensor), {})[path] = axes
+        stack = path.rpartition(".")[0]
+        tensor, _ = names[_key(path, names)]
+        groups.setdefault((stack if stack in layers_of else "", tensor), []).append(path)
     order = list(names)
-    for (stack, tensor), group in groups.items():
-        where = (layer + tensor if stack else tensor, rows.get(stack, ()))
-        paths = sorted(
-            group, key=lambda path: order.index(path if path in names else path.rpartition(".")[2])
-        )
-        found |= _parts(*where, {path: (params[path], group[path]) for path in paths})
-    return {path: found[path] for path in params}
+    stored: dict[str, StoredTensor] = {}
+    for (stack, tensor), paths in groups.items():
+        paths.sort(key=lambda path: order.index(_key(path, names)))
+        group = {path: (params[path], names[_key(path, names)][1]) for path in paths}
+        name = layer + tensor if stack else tensor
+        stored |= _parts(name, layers_of.get(stack, ()), group)
+    return {path: stored[path] for path in params}
+
+
+def _key(path: str, names: Names) -> str:
+    """Returns the key of a parameter in a table of names: its path, or its last name."""
+    return path if path in names else path.rpartition(".")[2]
 
 
 def _parts(
     name: str, layers: tuple[int, ...], group: dict[str, tuple[Param, tuple[str, ...]]]
 ) -> dict[str, StoredTensor]:
     """Returns the places of the parameters of one tensor.
-    group: their descriptions and axes, in their order."""
-    found: dict[str, StoredTensor] = {}
+    group: their descriptions and axes, in their order.
+
+        +   [ a a a a | b b ]   one after another
+        %   [ a b a b a b ]     by turns
+        /   [ a a b | a a b ]   one after another within each head
+    """
+    stored: dict[str, StoredTensor] = {}
     shapes = {path: _shape(p, axes) for path, (p, axes) in group.items()}
     first = 0
-    for place, (path, (p, axes)) in enumerate(group.items()):
+    for number, (path, (p, axes)) in enumerate(group.items()):
         plain = tuple(letters.rstrip(_MARKS) for letters in axes if letters)
-        axis = next((i for i, letters in enumerate(axes) if letters[-1:] in tuple(_MARKS)), None)
+        axis = _shared_axis(axes)
         if axis is None:
             shape = shapes[path] if "" in axes else ()
-            found[path] = StoredTensor(name, plain, layers, shape=shape)
+            stored[path] = StoredTensor(name, plain, layers, shape=shape)
             continue
-        size, total = shapes[path][axis], sum(shape[axis] for shape in shapes.values())
-        before, after = shapes[path][:axis], shapes[path][axis + 1 :]
-        part, split = (axis, slice(first, first + size)), tuple[int, ...]()
+        size = shapes[path][axis]
+        total = sum(shape[axis] for shape in shapes.values())
+        before = shapes[path][:axis]
+        after = shapes[path][axis + 1 :]
+        split: tuple[int, ...] = ()
         if axes[axis].endswith("%"):
-            part = (axis, slice(place, None, len(group)))
+            part = (axis, slice(number, None, len(group)))
         elif axes[axis].endswith("/"):
             heads = p.shape[p.dims.index("N")]
             split = (*before, heads, total // heads, *after)
             part = (axis + 1, slice(first // heads, (first + size) // heads))
-        found[path] = StoredTensor(name, plain, layers, part, (*before, total, *after), split)
+        else:
+            part = (axis, slice(first, first + size))
+        stored[path] = StoredTensor(name, plain, layers, part, (*before, total, *after), split)
         first += size
-    return found
+    return stored
+
+
+def _shared_axis(axes: tuple[str, ...]) -> int | None:
+    """Returns the dimension that several parameters share, None where none is marked."""
+    for axis, letters in enumerate(axes):
+        if letters.endswith(tuple(_MARKS)):
+            return axis
+    return None
 
 
 _MARKS = "+%/"

@@ -18,7 +18,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -394,7 +394,54 @@ def _values(archive: zipfile.ZipFile, code: str, sizes: tuple[int, ...]) -> np.n
         order = read_member(archive, members["byteorder"], _MOST_BYTEORDER)
         if order != b"little":
             raise ValueError("its numbers have their largest byte first")
-    description = read_member(archive, members["data.pkl"], _MOST_DESCRIPTION)
+    view = _read_view(read_member(archive, members["data.pkl"], _MOST_DESCRIPTION), code)
+    view.check(sizes)
+
+    dtype = DTYPES[code]
+    data = members[f"data/{view.key}"]
+    size = view.count * dtype.itemsize
+    if data.file_size != size:
+        raise ValueError(
+            f"its storage takes {view.count:,} x {dtype.itemsize} bytes, and has {data.file_size:,}"
+        )
+    values = np.frombuffer(read_member(archive, data, size), dtype)[view.offset :]
+    steps = [step * dtype.itemsize for step in view.strides]
+    return np.lib.stride_tricks.as_strided(values, sizes, steps, writeable=False)
+
+
+class _StorageView(NamedTuple):
+    """A tensor as `torch.save` describes it: a view of a storage, counted in elements.
+
+    Nothing of it has been checked but the type of the storage's elements.
+    """
+
+    key: Any
+    """Name of the storage's file, `data/{key}`."""
+    count: Any
+    """Elements of the storage."""
+    offset: Any
+    """Element that the tensor begins at."""
+    shape: Any
+    strides: Any
+
+    def check(self, sizes: tuple[int, ...]) -> None:
+        """Raises ValueError where it is no view of `sizes`, or reaches beyond its storage."""
+        if _sizes(self.shape) != sizes or len(_sizes(self.strides)) != len(sizes):
+            raise ValueError(
+                f"its tensor has the shape {list(self.shape)}, and .metadata has {list(sizes)}"
+            )
+        if not (_is_count(self.offset) and _is_count(self.count) and isinstance(self.key, str)):
+            raise ValueError("its storage has no size or no name")
+        steps = zip(sizes, self.strides, strict=True)
+        last = self.offset + sum((n - 1) * step for n, step in steps)
+        if math.prod(sizes) and last >= self.count:
+            raise ValueError(
+                f"its tensor ends at element {last:,} of a storage that has {self.count:,}"
+            )
+
+
+def _read_view(description: bytes, code: str) -> _StorageView:
+    """Returns the tensor of a `data.pkl`. Raises ValueError for another object or type."""
     called = read_pickled(description, _TENSOR_NAMES)
     if not isinstance(called, Call) or len(called.arguments) < 4:
         raise ValueError("it describes no tensor")
@@ -402,27 +449,10 @@ def _values(archive: zipfile.ZipFile, code: str, sizes: tuple[int, ...]) -> np.n
     reference = storage.value if isinstance(storage, Persistent) else None
     if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] != "storage":
         raise ValueError("its tensor has no storage")
-    kind, key, count = reference[1], reference[2], reference[4]
+    _, kind, key, _, count = reference
     if not isinstance(kind, Named) or _STORAGES.get(kind.name) != code:
         raise ValueError(f"its tensor is of another type than {code}, which .metadata has")
-    if _sizes(shape) != sizes or len(_sizes(strides)) != len(sizes):
-        raise ValueError(f"its tensor has the shape {list(shape)}, and .metadata has {list(sizes)}")
-    if not _is_count(offset) or not _is_count(count) or not isinstance(key, str):
-        raise ValueError("its storage has no size or no name")
-    last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-    if math.prod(sizes) and last >= count:
-        raise ValueError(f"its tensor ends at element {last:,} of a storage that has {count:,}")
-
-    dtype = DTYPES[code]
-    data = members[f"data/{key}"]
-    size = count * dtype.itemsize
-    if data.file_size != size:
-        raise ValueError(
-            f"its storage takes {count:,} x {dtype.itemsize} bytes, and has {data.file_size:,}"
-        )
-    values = np.frombuffer(read_member(archive, data, size), dtype)[offset:]
-    steps = [step * dtype.itemsize for step in strides]
-    return np.lib.stride_tricks.as_strided(values, sizes, steps, writeable=False)
+    return _StorageView(key, count, offset, shape, strides)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,23 +94,19 @@ class Block:
             return
         if self.norm_place != "shared":
             return
+        of_layers = f'of layers in {self.stack!r} with norm_place="shared"'
+        truth = "parallel halves do not compute it"
+        fix = 'norm_place="before"'
+        reads_residual = self.feed_forward.reads_residual
         refuse(
-            *(
-                (
-                    has_it,
-                    f'{what} of layers in {self.stack!r} with norm_place="shared"',
-                    "parallel halves do not compute it",
-                    'norm_place="before"',
-                )
-                for what, has_it in (
-                    ("an output scale", self.output_scale),
-                    ("the loss of attention", self.attention.has_loss),
-                    (
-                        "a feed-forward that reads the residual stream",
-                        self.feed_forward.reads_residual,
-                    ),
-                )
-            )
+            (self.output_scale, f"an output scale {of_layers}", truth, fix),
+            (self.attention.has_loss, f"the loss of attention {of_layers}", truth, fix),
+            (
+                reads_residual,
+                f"a feed-forward that reads the residual stream {of_layers}",
+                truth,
+                fix,
+            ),
         )
 
     def _check_single_half(self) -> None:
@@ -186,12 +182,12 @@ class Block:
                 return runs[0](x_BTD, w, index)
             # No piece needs another, so the compiler's scheduler sends the rows
             # of one while another computes.
-            results = [
-                run(piece_BTD, w, index)
-                for run, piece_BTD in zip(runs, jnp.split(x_BTD, len(pieces)), strict=True)
-            ]
-            outputs = [out_BTD for out_BTD, _ in results]
-            aux = [piece_aux for _, piece_aux in results]
+            outputs = []
+            aux = []
+            for run, piece_BTD in zip(runs, jnp.split(x_BTD, len(pieces)), strict=True):
+                out_BTD, piece_aux = run(piece_BTD, w, index)
+                outputs.append(out_BTD)
+                aux.append(piece_aux)
             return jnp.concatenate(outputs), functools.reduce(add_aux, aux)
 
         return layer

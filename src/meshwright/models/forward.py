@@ -69,11 +69,9 @@ class LocalModel:
         if count == 1:
             return self._context(batch, dropout)
         pieces = [jax.tree.map(lambda x, i=i: jnp.split(x, count)[i], batch) for i in range(count)]
-        parts = tuple(
-            self._context(piece, part)
-            for piece, part in zip(pieces, dropout.split(count), strict=True)
-        )
-        return dataclasses.replace(self._context(batch, dropout), batch_pieces=parts)
+        dropouts = dropout.split(count)
+        contexts = tuple(map(self._context, pieces, dropouts))
+        return dataclasses.replace(self._context(batch, dropout), batch_pieces=contexts)
 
     def _context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns the inputs of all sequences of `batch` together."""
@@ -259,11 +257,9 @@ class LocalModel:
     def weight(self, batch: Batch) -> jax.Array:
         """Returns the weight of this device's sequences in the mean loss: their tokens,
         or their preferences."""
-        return (
-            batch.weights
-            if self.execution.preferences is None
-            else self.execution.preferences.pairs(batch)
-        ).sum()
+        if self.execution.preferences is not None:
+            return self.execution.preferences.pairs(batch).sum()
+        return batch.weights.sum()
 
     def hidden(
         self, params: Tree, batch: Batch, dropout: Dropout
@@ -296,5 +292,6 @@ class LocalModel:
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:
         """Returns the auxiliary losses of all layers, averaged over the sequences
         of the global batch."""
-        total = sum((a["aux_loss"].sum() for a in aux.values() if "aux_loss" in a), start=0.0)
+        losses = [stack_aux["aux_loss"] for stack_aux in aux.values() if "aux_loss" in stack_aux]
+        total = sum((loss.sum() for loss in losses), start=0.0)
         return (1.0 / self.training.batch) * total

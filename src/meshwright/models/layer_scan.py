@@ -65,21 +65,20 @@ def sections(
     for stack, function in functions.items():
         layers = function if isinstance(function, Sequence) else (function,)
         periods[stack] = [(stack, wrap(stack, layer)) for layer in layers]
+    result = list[Section]()
     if spec.runs:
-        found = list[Section]()
         for run in spec.runs:
             layers_of_period = spec.layers[run.first : run.first + run.period]
             period = [periods[layer.stack][0] for layer in layers_of_period]
-            found.append(Section(period, run.first, run.layers))
-        return found
-    if spec.period > 1 and len(spec.stacks) > 1:
+            result.append(Section(period, run.first, run.layers))
+    elif spec.period > 1 and len(spec.stacks) > 1:
         following = {stack: iter(period) for stack, period in periods.items()}
         period = [next(following[layer.stack]) for layer in spec.layers[: spec.period]]
-        return [Section(period, 0, len(spec.layers))]
-    return [
-        Section(periods[stack], min(spec.layers_of(stack)), count)
-        for stack, count in spec.stacks.items()
-    ]
+        result.append(Section(period, 0, len(spec.layers)))
+    else:
+        for stack, count in spec.stacks.items():
+            result.append(Section(periods[stack], min(spec.layers_of(stack)), count))
+    return result
 
 
 def scan_layers(
@@ -104,8 +103,8 @@ def scan_layers(
     per_period = collections.Counter(stack for stack, _ in period)
     ranges = {}
     for stack in per_period:
-        every = range(jax.tree.leaves(index[stack])[0].shape[0])
-        ranges[stack] = every if rows is None else every[rows[stack]]
+        every_row = range(_rows_of(index[stack]))
+        ranges[stack] = every_row if rows is None else every_row[rows[stack]]
     if callable(stacked):
         # A function that reads parameters may read trained ones, whose gradients go through it.
         read_row = stacked
@@ -115,11 +114,10 @@ def scan_layers(
     else:
         read_row = None
         checkpoint = functools.partial(checkpoint_layer, remat=remat, saves_weights=saves_weights)
-        if len(period) == 1:
-            ((stack, layer),) = period
-            if len(ranges[stack]) == jax.tree.leaves(index[stack])[0].shape[0]:
-                body = checkpoint(layer, prevent_cse=len(ranges[stack]) == 1)
-                return _scan_equal_layers(stack, body, x, stacked[stack], index[stack], unroll)
+        stack, layer = period[0]
+        if len(period) == 1 and len(ranges[stack]) == _rows_of(index[stack]):
+            body = checkpoint(layer, prevent_cse=len(ranges[stack]) == 1)
+            return _scan_equal_layers(stack, body, x, stacked[stack], index[stack], unroll)
         params = {stack: stacked[stack] for stack in per_period}
         constants = jax.lax.stop_gradient(params)
     scan = PeriodScan(
@@ -134,6 +132,12 @@ def scan_layers(
     )
     x, outputs = scan.run(period, x)
     return x, join(outputs)
+
+
+def _rows_of(index: Any) -> int:
+    """Returns the rows of a stack, from the index of each row's layer."""
+    rows: int = jax.tree.leaves(index)[0].shape[0]
+    return rows
 
 
 def _scan_equal_layers(

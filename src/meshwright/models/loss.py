@@ -86,6 +86,14 @@ def _logits(
     return jnp.where(in_vocab_V[None], cap(logits_TV, softcap), -1e30), first
 
 
+def _is_label(labels_T: jax.Array, first: jax.Array, rows: int) -> jax.Array:
+    """Returns whether each row of a block is the label of each token, [T, V].
+    first: first row of the block."""
+    return (labels_T - first)[:, None] == jnp.arange(rows)[None]
+
+
+# lse = max + ln sum_v exp(logits[v] - max), nll = lse - logits[label]; maximum and sums are over
+# the vocabulary blocks of all devices.
 def _forward(
     x_TD: jax.Array,
     table_VD: jax.Array,
@@ -98,14 +106,11 @@ def _forward(
         x_TD, labels_T = inputs
         logits_TV, first = _logits(x_TD, table_VD, vocab, softcap)
         max_T = all_reduce_max(logits_TV.max(-1), VOCAB_AXES)
-        one_hot_TV = (labels_T - first)[:, None] == jnp.arange(table_VD.shape[0])[None]
-        sum_exp_T, label_logit_T = all_reduce(
-            (
-                jnp.exp(logits_TV - max_T[:, None]).sum(-1),
-                jnp.where(one_hot_TV, logits_TV, 0).sum(-1),
-            ),
-            VOCAB_AXES,
-        )
+        is_label_TV = _is_label(labels_T, first, table_VD.shape[0])
+        local_sum_exp_T = jnp.exp(logits_TV - max_T[:, None]).sum(-1)
+        local_label_logit_T = jnp.where(is_label_TV, logits_TV, 0).sum(-1)
+        local_sums = (local_sum_exp_T, local_label_logit_T)
+        sum_exp_T, label_logit_T = all_reduce(local_sums, VOCAB_AXES)
         lse_T = max_T + jnp.log(sum_exp_T)
         return lse_T - label_logit_T, lse_T
 
@@ -116,6 +121,18 @@ def _forward(
         chunks = split_chunks((x_TD, labels_T), chunk)
         nll_T, lse_T = join_chunks(jax.lax.map(chunk_losses, chunks), tokens)
     return (nll_T, lse_T), (x_TD, table_VD, labels_T, lse_T)
+
+
+# With the probabilities p = exp(logits - lse) and the label y of token t:
+#
+#   grad_logits[t, v] = (grad_nll[t] + grad_lse[t]) p[t, v] - grad_nll[t] [v = y[t]]
+#
+# which is multiplied by the derivative of the cap, if there is one.
+def _logit_gradients(
+    probability_TV: jax.Array, is_label_TV: jax.Array, g_nll_T: jax.Array, g_lse_T: jax.Array
+) -> jax.Array:
+    from_lse_TV = (g_nll_T + g_lse_T)[:, None] * probability_TV
+    return from_lse_TV - jnp.where(is_label_TV, g_nll_T[:, None], 0)
 
 
 def _backward(
@@ -129,11 +146,9 @@ def _backward(
     ) -> tuple[jax.Array, jax.Array]:
         x_TD, labels_T, lse_T, g_nll_T, g_lse_T = inputs
         logits_TV, first = _logits(x_TD, table_VD, vocab, softcap)
-        one_hot_TV = (labels_T - first)[:, None] == jnp.arange(table_VD.shape[0])[None]
+        is_label_TV = _is_label(labels_T, first, table_VD.shape[0])
         probability_TV = jnp.exp(logits_TV - lse_T[:, None])
-        g_logits_TV = (g_nll_T + g_lse_T)[:, None] * probability_TV - jnp.where(
-            one_hot_TV, g_nll_T[:, None], 0
-        )
+        g_logits_TV = _logit_gradients(probability_TV, is_label_TV, g_nll_T, g_lse_T)
         # Padding has no probability, so its gradient is zero whatever the cap's derivative there.
         g_logits_TV = cap_gradient(g_logits_TV, jnp.where(logits_TV > -1e29, logits_TV, 0), softcap)
         g_logits_TV = g_logits_TV.astype(table_VD.dtype)

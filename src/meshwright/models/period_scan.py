@@ -58,9 +58,9 @@ class PeriodScan:
         """Scans whole periods, then the layers after the last one;
         returns x and the aux of each stack in both."""
         periods = min(len(self.rows[stack]) // n for stack, n in self.per_period.items())
-        remaining = collections.Counter(
-            {stack: len(self.rows[stack]) - periods * n for stack, n in self.per_period.items()}
-        )
+        remaining: collections.Counter[str] = collections.Counter()
+        for stack, count in self.per_period.items():
+            remaining[stack] = len(self.rows[stack]) - periods * count
         last = period[: remaining.total()]
         assert collections.Counter(stack for stack, _ in last) == remaining, (
             f"{self.rows} are not periods and a part of one"
@@ -91,11 +91,12 @@ class PeriodScan:
                 outputs[stack].append(aux)
             return x, {stack: _stack_trees(aux) for stack, aux in outputs.items()}
 
-        grouped = {
-            stack: self._iterations(stack, n, first, count) for stack, n in per_iteration.items()
-        }
-        x, aux = jax.lax.scan(step, x, grouped, unroll=max(1, self.unroll // len(layers)))
-        return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+        grouped = {}
+        for stack, rows in per_iteration.items():
+            grouped[stack] = self._iterations(stack, rows, first, count)
+        unroll = max(1, self.unroll // len(layers))
+        x, aux = jax.lax.scan(step, x, grouped, unroll=unroll)
+        return x, jax.tree.map(_join_iterations, aux)
 
     def _iterations(self, stack: str, per_iteration: int, first: int, count: int) -> Any:
         """Returns the inputs of `count` iterations after `first` periods,
@@ -132,13 +133,19 @@ class PeriodScan:
         if self.read_row is not None:
             return self.read_row(stack, number)
         row_of = functools.partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
-        return jax.tree.map(with_gradient_of, params, jax.tree.map(row_of, self.constants[stack]))
+        row = jax.tree.map(row_of, self.constants[stack])
+        return jax.tree.map(with_gradient_of, params, row)
 
 
 def _group_rows(a: jax.Array, *, start: int, count: int, per_iteration: int) -> jax.Array:
     """Returns rows of a stack by iteration: [count, per_iteration, ...]."""
     rows = a[start : start + count * per_iteration]
     return rows.reshape(count, per_iteration, *a.shape[1:])
+
+
+def _join_iterations(a: jax.Array) -> jax.Array:
+    """Inverts `_group_rows`: returns [count * per_iteration, ...]."""
+    return a.reshape(-1, *a.shape[2:])
 
 
 def _stack_trees(trees: Sequence[Any]) -> Any:

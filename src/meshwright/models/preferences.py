@@ -45,7 +45,8 @@ class Preferences:
         """Returns 1 for each pair of the sequences
         that has both answers, float32 [B, pairs]. batch: [B, T]."""
         odd_BT = batch.segments % 2
-        chosen, rejected = (_by_pair(batch, batch.weights * (odd_BT == side)) for side in (0, 1))
+        chosen = _by_pair(batch, batch.weights * (odd_BT == 0))
+        rejected = _by_pair(batch, batch.weights * (odd_BT == 1))
         return ((chosen > 0) & (rejected > 0)).astype(jnp.float32)
 
     def loss(
@@ -63,6 +64,7 @@ class Preferences:
         reference_BTD, _ = other.hidden(frozen, batch, no_dropout())
         nll_T = model.score_targets(params, x_BTD, local)[0]
         reference_T = jax.lax.stop_gradient(other.score_targets(frozen, reference_BTD, local)[0])
+        # +1 for tokens of the chosen answer and -1 for those of the rejected one.
         sign_BT = local.weights * (1 - 2 * (local.segments % 2))
         ratio_BT = (reference_T - nll_T).reshape(local.segments.shape) * sign_BT
         exists = self.pairs(batch)
@@ -70,16 +72,18 @@ class Preferences:
         # by its own positions.
         margin = self.beta * all_reduce(_by_pair(local, ratio_BT, exists.shape[1]), ("context",))
         losses = -jax.nn.log_sigmoid(margin) * exists
-        share = exists.sum() / jax.lax.axis_size("context")
-        sums = {
-            "loss": losses,
-            "reward margin": margin * exists,
-            "preference accuracy": (margin > 0) * exists,
+        weight = _over_context(exists)
+        metrics = {
+            "loss": (_over_context(losses), weight),
+            "reward margin": (_over_context(margin * exists), weight),
+            "preference accuracy": (_over_context((margin > 0) * exists), weight),
         }
-        shares = {
-            name: values.sum() / jax.lax.axis_size("context") for name, values in sums.items()
-        }
-        return losses.sum() / total, {name: (value, share) for name, value in shares.items()}
+        return losses.sum() / total, metrics
+
+
+def _over_context(values: jax.Array) -> jax.Array:
+    """Returns this device's part of a sum that all devices of `context` have."""
+    return values.sum() / jax.lax.axis_size("context")
 
 
 def _by_pair(batch: Batch, values_BT: jax.Array, pairs: int | None = None) -> jax.Array:
@@ -92,12 +96,10 @@ def _by_pair(batch: Batch, values_BT: jax.Array, pairs: int | None = None) -> ja
     sequences = batch.segments.shape[0]
     pair_BT = batch.segments // 2
     # Padding is in no pair.
-    index_BT = jnp.where(
-        pair_BT < pairs, jnp.arange(sequences)[:, None] * pairs + pair_BT, sequences * pairs
-    )
-    sums = _sum_by(
-        values_BT.reshape(-1).astype(jnp.float32), index_BT.reshape(-1), sequences * pairs
-    )
+    index_BT = jnp.arange(sequences)[:, None] * pairs + pair_BT
+    index_BT = jnp.where(pair_BT < pairs, index_BT, sequences * pairs)
+    values = values_BT.reshape(-1).astype(jnp.float32)
+    sums = _sum_by(values, index_BT.reshape(-1), sequences * pairs)
     return sums.reshape(sequences, pairs)
 
 

@@ -1,6 +1,7 @@
 """Layers whose backward pass finds only activations saved: weights are gathered
 and converted again."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,19 +19,24 @@ def saving_activations_only(layer: Callable[..., Any]) -> Callable[..., Any]:
     output. What depends on parameters alone is computed from them again, gathers included.
     """
     run = jax.custom_vjp(lambda x, inputs: layer(x, *inputs))
-
-    def forward(x: Any, inputs: Any) -> tuple[Any, Any]:
-        treedef: Any
-        leaves, treedef = jax.tree.flatten((x, inputs), is_leaf=_is_primal)
-        values = [leaf.value for leaf in leaves]
-        trained = [i for i, leaf in enumerate(leaves) if leaf.perturbed]
-        of_x = len(jax.tree.leaves(x, is_leaf=_is_primal))
-        split = _SplitVjp(layer, treedef, trained, of_x)
-        outputs, consts, saved = split.forward(values)
-        return outputs, jax.tree_util.Partial(split.backward, values[of_x:], consts, saved)
-
-    run.defvjp(forward, lambda backward, g: backward(g), symbolic_zeros=True)
+    run.defvjp(functools.partial(_forward, layer), _backward, symbolic_zeros=True)
     return lambda x, *inputs: run(x, inputs)
+
+
+def _forward(layer: Callable[..., Any], x: Any, inputs: Any) -> tuple[Any, Any]:
+    """Returns a layer's outputs, and its backward pass with what that reads."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten((x, inputs), is_leaf=_is_primal)
+    values = [leaf.value for leaf in leaves]
+    trained = [i for i, leaf in enumerate(leaves) if leaf.perturbed]
+    of_x = len(jax.tree.leaves(x, is_leaf=_is_primal))
+    split = _SplitVjp(layer, treedef, trained, of_x)
+    outputs, consts, saved = split.forward(values)
+    return outputs, jax.tree_util.Partial(split.backward, values[of_x:], consts, saved)
+
+
+def _backward(backward: Callable[..., Any], g: Any) -> Any:
+    return backward(g)
 
 
 def _is_primal(x: Any) -> bool:
@@ -58,32 +64,14 @@ class _SplitVjp:
         outputs: Any = jax.tree.structure(shapes)
         jaxpr = traced.jaxpr
         residuals = jaxpr.outvars[outputs.num_leaves :]
-        dependent = set(jaxpr.invars[: self._of_x])
-        # An array in another shape is the same array: products
-        # that share an input would each save their own.
-        shape_of = dict[Any, Any]()
-        computed_again = []
-        for equation in jaxpr.eqns:
-            if not any(isinstance(v, Var) and v in dependent for v in equation.invars):
-                computed_again.append(equation)
-                continue
-            dependent.update(equation.outvars)
-            if equation.primitive is jax.lax.reshape_p:
-                shape_of[equation.outvars[0]] = equation.invars[0]
-                computed_again.append(equation)
-        saved = dict[Any, None]()
-        for v in residuals:
-            if isinstance(v, Var) and v in dependent:
-                while v in shape_of:
-                    v = shape_of[v]
-                saved[v] = None
-        computed_again = _reachable(
-            computed_again, [*jaxpr.invars[self._of_x :], *jaxpr.constvars, *saved]
-        )
+        of_x, of_inputs = jaxpr.invars[: self._of_x], jaxpr.invars[self._of_x :]
+        dependence = _Dependence(jaxpr, of_x)
+        saved = dependence.arrays_to_save(residuals)
+        known = [*of_inputs, *jaxpr.constvars, *saved]
         self._residuals = jaxpr.replace(
-            invars=[*jaxpr.invars[self._of_x :], *saved],
+            invars=[*of_inputs, *saved],
             outvars=residuals,
-            eqns=computed_again,
+            eqns=_reachable(dependence.computed_again, known),
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
         run = jaxpr.replace(
@@ -118,6 +106,39 @@ class _SplitVjp:
         for i, gradient in zip(self._trained, gradients, strict=True):
             every[i] = gradient
         return self._treedef.unflatten(every)
+
+
+class _Dependence:
+    """Dependence of a program's equations on some of its variables."""
+
+    def __init__(self, jaxpr: Any, variables: Sequence[Any]) -> None:
+        self._dependent = set(variables)
+        # An array in another shape is the same array: products
+        # that share an input would each save their own.
+        self._shape_of = dict[Any, Any]()
+        self.computed_again: list[Any] = []
+        """Equations that depend on none of the variables, and changes of shape."""
+        for equation in jaxpr.eqns:
+            if not any(self._is_dependent(v) for v in equation.invars):
+                self.computed_again.append(equation)
+                continue
+            self._dependent.update(equation.outvars)
+            if equation.primitive is jax.lax.reshape_p:
+                self._shape_of[equation.outvars[0]] = equation.invars[0]
+                self.computed_again.append(equation)
+
+    def _is_dependent(self, v: Any) -> bool:
+        return isinstance(v, Var) and v in self._dependent
+
+    def arrays_to_save(self, residuals: Sequence[Any]) -> list[Any]:
+        """Returns the arrays that the residuals depending on the variables are shapes of."""
+        saved = dict[Any, None]()
+        for v in residuals:
+            if self._is_dependent(v):
+                while v in self._shape_of:
+                    v = self._shape_of[v]
+                saved[v] = None
+        return list(saved)
 
 
 def _reachable(equations: Sequence[Any], known: Sequence[Any]) -> list[Any]:

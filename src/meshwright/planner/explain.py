@@ -15,6 +15,7 @@ from meshwright.planner.search import (
     Plan,
     SearchResult,
     check_size,
+    is_roomy,
     search,
     variants,
     with_open_choices,
@@ -318,6 +319,21 @@ def sends_note(result: SearchResult) -> str | None:
     return settle(best.placed, machine_of_target(result.target, best.mesh)).sends_note
 
 
+def room_note(plan: Plan) -> str | None:
+    """States that a plan which comes first takes more of a GPU's memory than XLA is fast in.
+
+    Plans with room come first, so none has it (`search.preference`).
+    """
+    e = plan.estimate
+    if is_roomy(plan):
+        return None
+    return (
+        f"no plan on {plan.target} leaves a quarter of the memory free; {plan.name} takes "
+        f"{e.bytes / e.hbm_bytes:.0%}, and above {plan.target.chip.roomy_bytes / e.hbm_bytes:.0%} "
+        "XLA recomputes more and overlaps less than is priced here"
+    )
+
+
 def fewer_are_faster(plans: Sequence[Plan]) -> list[str]:
     """States which plans are slower than another of fewer devices of the same chip,
     for the same tokens per step."""
@@ -405,6 +421,7 @@ def notes(run: Run, result: SearchResult) -> list[str]:
         sharding_note(result),
         exchange_note(result),
         sends_note(result),
+        room_note(result.plans[0]) if result.plans else None,
         smaller_machine_note(run, result),
         result.plans[0].record_note if result.plans else None,
     ]

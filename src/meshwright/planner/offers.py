@@ -404,44 +404,50 @@ def choose(offers: Sequence[Offer], days: float | None, dollars: float | None) -
 
 
 def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | None) -> ConfigError:
+    """Returns the error where no plan keeps the limits, with the plans that come nearest."""
     limits = [f"{days:g} days"] if days is not None else []
     limits += [f"${dollars:,.0f}"] if dollars is not None else []
+    within = " and ".join(limits)
     priced = [offer for offer in offers if offer.dollars is not None]
     if dollars is not None and not priced:
         chips = sorted({offer.plan.target.name for offer in offers})
         return ConfigError(
-            f"a training within {' and '.join(limits)}",
+            f"a training within {within}",
             f"there is no price for {', '.join(chips)}",
             f"--prices FILE with a row of the chip {chips[0]}",
         )
 
     def excess(offer: Offer) -> float:
-        return max(offer.days / (days or math.inf), (offer.dollars or 0.0) / (dollars or math.inf))
+        """Returns how many times a plan is above the limits."""
+        excess_days = offer.days / (days or math.inf)
+        excess_dollars = (offer.dollars or 0.0) / (dollars or math.inf)
+        return max(excess_days, excess_dollars)
 
-    def line(offer: Offer) -> str:
-        money = "no price" if offer.dollars is None else f"${offer.dollars:,.0f}"
-        return f"{offer.plan.target}, {offer.plan.name}: {offer.days:.1f} days, {money}"
-
-    lines = [f"fastest:  {line(min(offers, key=lambda offer: offer.days))}"]
+    fastest = min(offers, key=lambda offer: offer.days)
+    lines = [f"fastest:  {_line(fastest)}"]
     if dollars is not None:
-        lines.append(f"cheapest: {line(min(priced, key=lambda offer: offer.dollars or 0.0))}")
+        cheapest = min(priced, key=lambda offer: offer.dollars or 0.0)
+        lines.append(f"cheapest: {_line(cheapest)}")
     close = min(offers if dollars is None else priced, key=excess)
     fewer = close.tokens / 1e9 / excess(close)
     lines.append(
-        f"nearest:  {line(close)}, {excess(close):.3g} times the limit: {fewer:,.0f} B tokens "
+        f"nearest:  {_line(close)}, {excess(close):.3g} times the limit: {fewer:,.0f} B tokens "
         "would keep it"
     )
     fixes = []
     if days is not None:
         fixes.append(f"--days {math.ceil(max(days, close.days) * 10) / 10:g}")
     if dollars is not None:
-        fixes.append(
-            f"--budget {max(dollars, math.ceil((close.dollars or 0.0) / 1000) * 1000):.0f}"
-        )
+        needed = math.ceil((close.dollars or 0.0) / 1000) * 1000
+        fixes.append(f"--budget {max(dollars, needed):.0f}")
+    more_chips = ", more or faster chips in --on" if days is not None else ""
     return ConfigError(
-        f"a training of {close.tokens / 1e9:,.0f} B tokens within {' and '.join(limits)}",
+        f"a training of {close.tokens / 1e9:,.0f} B tokens within {within}",
         "none of the plans keeps it:\n    " + "\n    ".join(lines),
-        " ".join(fixes)
-        + (", more or faster chips in --on" if days is not None else "")
-        + ", or fewer --tokens",
+        f"{' '.join(fixes)}{more_chips}, or fewer --tokens",
     )
+
+
+def _line(offer: Offer) -> str:
+    money = "no price" if offer.dollars is None else f"${offer.dollars:,.0f}"
+    return f"{offer.plan.target}, {offer.plan.name}: {offer.days:.1f} days, {money}"

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from meshwright.config import MeshShape, Remat, StageSaves
+from meshwright.config import MeshShape, Remat, StageSaves, Training
 from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import Shown, format_bytes
 from meshwright.hardware.interconnect import machine_of_target
@@ -287,34 +287,23 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     """
     training = run.training
     if shape.context > 1 and training.context_strategy == "auto":
-        even = not max(1, (run.model.spec().kv_heads or 1) // shape.tensor) % shape.context
-        run = _with_training(run, context_strategy="ulysses" if even else "ring")
+        local_heads = max(1, (run.model.spec().kv_heads or 1) // shape.tensor)
+        is_divisible = local_heads % shape.context == 0
+        run = _with_training(run, context_strategy="ulysses" if is_divisible else "ring")
     laid_out = [
         dataclasses.replace(run, mesh=shape, layout=layout) for layout in _layouts(run, shape)
     ]
     if shape.stage == 1:
         yield from laid_out
         return
-    local_batch, layers = (
-        max(1, training.batch // shape.over(BATCH_AXES)),
-        len(run.model.spec().layers),
-    )
-    counts = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
-    counts = (
-        [training.microbatches]
-        if training.microbatches
-        else counts or [min(local_batch, shape.stage)]
-    )
-    named = training.pipeline_schedule
-    for microbatches in sorted(
-        {min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)}
-    ):
-        for schedule in SCHEDULES_TRIED if named == "auto" else (named,):
-            parts = (
-                _virtual_stages(schedule, shape.stage, layers)
-                if named == "auto"
-                else [training.virtual_stages]
-            )
+    layers = len(run.model.spec().layers)
+    is_open = training.pipeline_schedule == "auto"
+    schedules = SCHEDULES_TRIED if is_open else (training.pipeline_schedule,)
+    for microbatches in _microbatch_counts(training, shape):
+        for schedule in schedules:
+            parts = [training.virtual_stages]
+            if is_open:
+                parts = _virtual_stages(schedule, shape.stage, layers)
             for each, virtual_stages in itertools.product(laid_out, parts):
                 yield _with_training(
                     each,
@@ -322,6 +311,21 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
                     pipeline_schedule=schedule,
                     virtual_stages=virtual_stages,
                 )
+
+
+def _microbatch_counts(training: Training, shape: MeshShape) -> list[int]:
+    """Returns the microbatches that the run names,
+    or the possible numbers that are nearest to 2, 4 and 8 for each stage."""
+    if training.microbatches:
+        return [training.microbatches]
+    local_batch = max(1, training.batch // shape.over(BATCH_AXES))
+    possible = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
+    possible = possible or [min(local_batch, shape.stage)]
+    nearest = set()
+    for per_stage in (2, 4, 8):
+        wanted = per_stage * shape.stage
+        nearest.add(min(possible, key=lambda m: abs(m - wanted)))
+    return sorted(nearest)
 
 
 def _layouts(run: Run, shape: MeshShape) -> list[str]:

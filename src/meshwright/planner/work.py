@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from meshwright.config import MeshShape
 from meshwright.models.model import (
+    AttentionSpec,
     ExpertSpec,
     IndexWork,
+    LayerSpec,
     MatmulSizes,
     Model,
     Recurrence,
@@ -161,44 +163,30 @@ def _work_of_layers(model: Model, placed: PlacedRun) -> Work:
 
 @functools.lru_cache(maxsize=4096)
 def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | None") -> Work:
-    """Returns the work of a microbatch of `tokens` per device,
-    on the stage with the most layers' cost."""
-    shape = layout.shape
-    spec = layout.spec
-    fraction = max(layout.stages.cost_fraction(stage) for stage in range(shape.stage))
-    routed = tokens / layout.routed_parts
-    layers = (*spec.layers, *spec.further)
-    experts = _experts_by_stack(layout)
-    rows = _expert_rows(layout, experts, routed)
-    weights = _layer_weights(layout, experts, tokens, fraction)
-    expert_weights = [weight for weight in weights if weight.groups]
-
-    attention = [layer.attention for layer in layers if layer.attention is not None]
-    attention_flops = sum(a.computed_flops(seq) for a in attention)
-    scores = sum(a.computed_scores(seq) for a in attention)
-    index_work = [a.index_work(seq, shape.tensor) for a in attention]
-    indexers = [sum(column) for column in zip(IndexWork(), *index_work, strict=True)]
-    vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
+    """Returns the work of a microbatch of `tokens` per device, on the heaviest stage."""
+    stage = _HeaviestStage(layout, seq, tokens)
+    fraction = stage.fraction
+    weights = stage.weights
     recurrences = _matmuls_of_recurrences(layout, seq, tokens, fraction)
     return Work(
         tokens=tokens,
-        layers=len(layers) * fraction,
-        halves=sum(layer.halves for layer in layers) * fraction,
-        width=spec.width,
+        layers=len(stage.layers) * fraction,
+        halves=sum(layer.halves for layer in stage.layers) * fraction,
+        width=layout.spec.width,
         matmuls=(*_merged(weights, low), *recurrences),
-        unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),
-        attention=attention_flops * tokens * fraction / shape.tensor,
-        scores=scores * tokens * fraction / shape.tensor,
-        indexers=IndexWork(*(total * tokens * fraction / shape.tensor for total in indexers)),
+        unembedding=stage.unembedding(),
+        attention=stage.attention_flops(),
+        scores=stage.attention_scores(),
+        indexers=stage.indexers(),
         widths=_mean_widths(layout),
-        ffn_hidden=max(_hidden_elements(weights, rows, tokens).values(), default=0.0),
-        experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
-        expert_tokens=routed,
-        expert_rows=max(rows.values(), default=0.0),
-        expert_width=max((e.row_width(spec.width) for e in experts.values()), default=0),
-        expert_latent=max((e.latent or 0 for e in experts.values()), default=0),
-        expert_hidden=max(_hidden_elements(expert_weights, rows, tokens).values(), default=0.0),
-        expert_layers=sum({weight.stack: weight.layers for weight in expert_weights}.values()),
+        ffn_hidden=stage.ffn_hidden(weights),
+        experts=stage.experts_per_token(),
+        expert_tokens=stage.expert_tokens,
+        expert_rows=max(stage.expert_rows.values(), default=0.0),
+        expert_width=stage.expert_width(),
+        expert_latent=stage.expert_latent(),
+        expert_hidden=stage.ffn_hidden(stage.expert_weights),
+        expert_layers=stage.expert_layers(),
         ungathered_layers=fraction * _ungathered_layers(layout, weights),
         twice_gathered_layers=fraction * _twice_gathered_layers(layout),
         recurrence_inner=_recurrence_inner(layout, seq),
@@ -206,6 +194,109 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         quantised_gradients=_quantised_gradients(weights, low) if low else 0.0,
         outputs_read=_outputs_read(layout),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _HeaviestStage:
+    """The pipeline stage whose layers cost most, and what one of its devices computes."""
+
+    layout: ModelLayout
+    seq: int
+    tokens: float
+    """Tokens of a device, in a microbatch."""
+
+    @functools.cached_property
+    def fraction(self) -> float:
+        """Fraction of the cost of all layers."""
+        stages = range(self.layout.shape.stage)
+        return max(self.layout.stages.cost_fraction(stage) for stage in stages)
+
+    @functools.cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Layers of the model, with those that predict further tokens."""
+        return (*self.layout.spec.layers, *self.layout.spec.further)
+
+    @functools.cached_property
+    def experts(self) -> dict[str, ExpertSpec]:
+        """Experts of each stack of layers that has some."""
+        return {layer.stack: layer.experts for layer in self.layers if layer.experts is not None}
+
+    @functools.cached_property
+    def weights(self) -> "list[_Weight]":
+        """Weights of the layers."""
+        return _layer_weights(self.layout, self.experts, self.tokens, self.fraction)
+
+    @functools.cached_property
+    def expert_weights(self) -> "list[_Weight]":
+        """Weights of routed experts."""
+        return [weight for weight in self.weights if weight.groups]
+
+    @functools.cached_property
+    def expert_tokens(self) -> float:
+        """Tokens that a device sends to experts."""
+        return self.tokens / self.layout.routed_parts
+
+    @functools.cached_property
+    def expert_rows(self) -> dict[str, float]:
+        """Rows of a device's buffer for the experts of each stack."""
+        shards = self.layout.shape.over(self.layout.expert_axes)
+        rows: dict[str, float] = {}
+        for stack, experts in self.experts.items():
+            rows[stack] = experts.buffers(int(self.expert_tokens), shards).experts
+        return rows
+
+    def unembedding(self) -> Matmul:
+        """Returns the matmul that makes the logits, those of further tokens with it."""
+        spec = self.layout.spec
+        predictions = 1 + len(spec.further)
+        vocab = padded_vocab(self.layout.model) // self.layout.shape.over(VOCAB_AXES)
+        return Matmul("unembedding", self.tokens * predictions, spec.width, vocab)
+
+    def attention_flops(self) -> float:
+        """Returns the FLOPs of scores and weighted values in a forward pass."""
+        return self._of_heads(sum(a.computed_flops(self.seq) for a in self._attention))
+
+    def attention_scores(self) -> float:
+        """Returns the attention scores that a forward pass computes."""
+        return self._of_heads(sum(a.computed_scores(self.seq) for a in self._attention))
+
+    def indexers(self) -> IndexWork:
+        """Returns the FLOPs and scores of the indexers."""
+        tensor = self.layout.shape.tensor
+        by_layer = [a.index_work(self.seq, tensor) for a in self._attention]
+        totals = [sum(column) for column in zip(IndexWork(), *by_layer, strict=True)]
+        return IndexWork(*(self._of_heads(total) for total in totals))
+
+    def ffn_hidden(self, weights: "Iterable[_Weight]") -> float:
+        """Returns the elements per token of the widest feed-forward's hidden layer."""
+        hidden = _hidden_elements(weights, self.expert_rows, self.tokens)
+        return max(hidden.values(), default=0.0)
+
+    def experts_per_token(self) -> float:
+        """Returns the experts of a token; 0 in a dense model."""
+        return float(max((e.experts_per_token for e in self.experts.values()), default=0))
+
+    def expert_width(self) -> int:
+        """Returns the width of the rows that travel to experts; 0 in a dense model."""
+        width = self.layout.spec.width
+        return max((e.row_width(width) for e in self.experts.values()), default=0)
+
+    def expert_latent(self) -> int:
+        """Returns the width of the latent that experts read; 0 where they read the model's."""
+        return max((e.latent or 0 for e in self.experts.values()), default=0)
+
+    def expert_layers(self) -> float:
+        """Returns how many layers of a device have experts."""
+        by_stack = {weight.stack: weight.layers for weight in self.expert_weights}
+        return sum(by_stack.values())
+
+    @functools.cached_property
+    def _attention(self) -> list[AttentionSpec]:
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    def _of_heads(self, per_token: float) -> float:
+        """Returns what a device computes of a quantity of all layers, heads split by `tensor`."""
+        return per_token * self.tokens * self.fraction / self.layout.shape.tensor
 
 
 class _Weight(NamedTuple):
@@ -281,21 +372,6 @@ def _merged(weights: Sequence[_Weight], low: "LowPrecision | None") -> list[Matm
         role, k, n, groups, frozen = key
         result.append(Matmul(role, weight.m, k, n, counts[key], groups, frozen, rate))
     return result
-
-
-def _experts_by_stack(layout: ModelLayout) -> dict[str, ExpertSpec]:
-    """Returns the experts of each stack of layers that has some."""
-    layers = (*layout.spec.layers, *layout.spec.further)
-    return {layer.stack: layer.experts for layer in layers if layer.experts is not None}
-
-
-def _expert_rows(
-    layout: ModelLayout, experts: Mapping[str, ExpertSpec], routed: float
-) -> dict[str, float]:
-    """Returns the rows of a device's buffer for the experts of each stack.
-    routed: tokens that it sends to experts."""
-    shards = layout.shape.over(layout.expert_axes)
-    return {stack: e.buffers(int(routed), shards).experts for stack, e in experts.items()}
 
 
 def _hidden_elements(

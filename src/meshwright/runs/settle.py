@@ -200,10 +200,10 @@ class Settled(PlacedRun):
             return 1
         devices = self.layout.shape.over(self.layout.expert_axes)
         chip = self.machine.chip
-        # Where each device is a group, all of them exchange at once. 64 of 128 GPUs may still be in
-        # one domain, of 72, which `_nodes_of_experts` cannot know.
+        # Where each device is a group, all of them exchange at once. Of devices, 64 of 128 GPUs may
+        # be in one domain, of 72, which `_nodes_of_experts` cannot know.
         if self.expert_nodes == devices and chip and isinstance(chip.interconnect, Nodes):
-            return devices if devices <= chip.interconnect.devices_per_node else 1
+            return devices if devices <= self._node_devices else 1
         return devices // self.expert_nodes
 
     def check_exchange(self) -> None:
@@ -244,14 +244,26 @@ class Settled(PlacedRun):
         chip = self.machine.chip
         if chip is None or not isinstance(chip.interconnect, Nodes):
             return shape.slices if shape.dcn_axis in axes[:1] else 1
-        if shape.size <= chip.interconnect.devices_per_node:
+        node = self._node_devices
+        if shape.size <= node:
             return shape.slices if shape.dcn_axis in axes[:1] else 1
         # The innermost axes of a mesh fill a node.
         degrees = shape.degrees()
         others = math.prod(degrees[axis] for axis in ("context", "tensor") if axis not in axes)
-        room = max(1, chip.interconnect.devices_per_node // others)
+        room = max(1, node // others)
         devices = shape.over(axes)
         return devices // math.gcd(devices, room)
+
+    @property
+    def _node_devices(self) -> int:
+        """GPUs that NVLink joins: those of a node of the target, such as 64 of 72 in `gb200:128`.
+
+        Of devices, whose nodes are not known, the most that a node of the chip has.
+        """
+        if self.machine.mapping is not None:
+            return self.machine.mapping.target.topology[-1]
+        assert self.machine.chip is not None and isinstance(self.machine.chip.interconnect, Nodes)
+        return self.machine.chip.interconnect.devices_per_node
 
     @functools.cached_property
     def gathered_ahead(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:

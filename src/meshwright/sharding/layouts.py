@@ -91,16 +91,15 @@ def _check_layout(name: str, layout: Layout) -> None:
             raise ConfigError(
                 asked,
                 f"it shards {letter} in use over {layout.table.get(letter, ())}, and the models "
-                f"compute with {letter} "
-                f"over {axes}",
+                f"compute with {letter} over {axes}",
                 f"{letter}: {axes} as in meshwright.sharding.layouts.MEGATRON, and other axes in "
-                f"`at_rest`",
+                "`at_rest`",
             )
     if "L" in layout.at_rest:
         raise ConfigError(
             asked,
             "layers are gathered one at a time, so L is sharded over stage only",
-            "another letter",
+            "`at_rest` without L",
         )
     missing = set(layout.params_over) - set(layout.optimizer_over)
     if missing:

@@ -254,26 +254,29 @@ class LayerMap:
         for i, of_param in enumerate(zip(*columns, strict=True)):
             if of_param[0] is not None:
                 jobs[i] = self._job(function, params[i], placements[i].optimizer, of_param)
+        outputs = self._run(function, list(jobs.values()))
+        results = dict(zip(jobs, outputs, strict=True))
+        return treedef.unflatten([results.get(i) for i in range(len(params))])
+
+    def _run(self, function: LayerFunction, jobs: list[Job]) -> list[Any]:
+        """Returns the outputs of all jobs, computed in one `shard_map`."""
 
         def local(arguments: list[Any]) -> list[Any]:
-            of_device = zip(jobs.values(), arguments, strict=True)
+            of_device = zip(jobs, arguments, strict=True)
             local_jobs = [dataclasses.replace(job, arguments=blocks) for job, blocks in of_device]
             return _layers_of_all(function, local_jobs)
 
-        arguments = [job.arguments for job in jobs.values()]
-        outputs = [jax.eval_shape(function, *job.arguments) for job in jobs.values()]
-        in_specs = [
-            _specs(tree, job.placements) for tree, job in zip(arguments, jobs.values(), strict=True)
-        ]
-        out_specs = [
-            _specs(tree, job.output_placements)
-            for tree, job in zip(outputs, jobs.values(), strict=True)
-        ]
+        in_specs = []
+        out_specs = []
+        for job in jobs:
+            outputs = jax.eval_shape(function, *job.arguments)
+            in_specs.append(_specs(job.arguments, job.placements))
+            out_specs.append(_specs(outputs, job.output_placements))
         mapped = jax.shard_map(
             local, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
         )
-        results = dict(zip(jobs, mapped(arguments), strict=True))
-        return treedef.unflatten([results.get(i) for i in range(len(params))])
+        results: list[Any] = mapped([job.arguments for job in jobs])
+        return results
 
     def _job(
         self, function: LayerFunction, p: Param, placement: Placement, arguments: tuple[Any, ...]

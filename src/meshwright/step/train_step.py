@@ -31,7 +31,7 @@ def build_train_step(device_run: DeviceRun) -> Any:
     `healthy`.
     """
     model = device_run.run.model
-    compute_dtype = device_run.run.training.compute_dtype
+    training = device_run.run.training
     described = device_run.layout.params
     gradients = build_gradients(device_run)
 
@@ -41,24 +41,21 @@ def build_train_step(device_run: DeviceRun) -> Any:
             trained_only(described, state.params), device_run.update_shardings
         )
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        with matmuls_of(compute_dtype):
+        with matmuls_of(training.compute_dtype):
             updated, optimizer = device_run.optimizer.update(
                 grads, state.optimizer, params, state.step
             )
         updated = model.post_update(with_frozen(described, updated, state.params), aux)
         # post_update may make frozen leaves anew; `_choose` needs the ones that came in.
         updated = with_frozen(described, updated, state.params)
-        if device_run.run.training.health:
+        if training.health:
             after = trained_only(described, updated)
             states = (state.optimizer, optimizer)
             metrics = with_tensor_figures(device_run, metrics, params, after, states)
         finite = _is_finite(metrics) & state.healthy
         variables = aux if state.variables else ()
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, variables)
-        # After a step that is not finite only `healthy` changes, and stays false: the steps after
-        # it change nothing either until the host has read the bad one.
-        old = dataclasses.replace(state, healthy=finite)
-        new = jax.tree.map(functools.partial(_choose, finite), new, old)
+        new = _unless_bad(finite, new, state)
         rate = jnp.asarray(device_run.learning_rate(_updates(state)), jnp.float32)
         return new, {**metrics, "learning rate": (rate, jnp.ones(()))}
 
@@ -71,6 +68,15 @@ def _is_finite(metrics: Metrics) -> jax.Array:
     """Returns whether the mean loss and the gradient norm of a step are numbers, bool scalar."""
     norm, _ = metrics["gradient norm"]
     return jnp.isfinite(jnp.divide(*metrics["loss"])) & jnp.isfinite(norm)
+
+
+def _unless_bad(finite: jax.Array, new: State, old: State) -> State:
+    """Returns the new state after a finite step, else the old one, no longer healthy.
+
+    It stays so: the steps after it change nothing either until the host has read the bad one.
+    """
+    unchanged = dataclasses.replace(old, healthy=finite)
+    return jax.tree.map(functools.partial(_choose, finite), new, unchanged)
 
 
 def _choose(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

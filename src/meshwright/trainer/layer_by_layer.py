@@ -13,7 +13,7 @@ recorded step.
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -76,6 +76,10 @@ class LayerByLayer:
             yield from _Step(self, reader).tensors()
 
 
+_TABLES = ("embed", "positions")
+"""Parameters that are read before the layers."""
+
+
 class _Step:
     """One step, with the files of the weights open."""
 
@@ -97,34 +101,45 @@ class _Step:
     def tensors(self) -> Iterator[Named]:
         """Yields every tensor in the order of computation."""
         others = self._other_params()
-        layers = len(self._spec.layers)
-        x_BTD = self._call("embed", self._embed, others)
-        yield from self._received("forward")
-        inputs: list[Any] = []
-        for layer in range(layers):
-            inputs.append(np.asarray(x_BTD))
-            x_BTD = self._call(*self._layer(layer), self._layer_params(layer), x_BTD, layer)
-            yield from self._received("forward")
+        inputs: list[np.ndarray] = []
+        x_BTD = yield from self._forward(others, inputs)
         g_others, g_x = self._call("loss", self._loss_gradients, others, x_BTD)
         received = list(self._received("forward", "backward"))
         yield from (tensor for tensor in received if tensor[0].of == "forward")
         yield from (tensor for tensor in received if tensor[0].of == "backward")
-        tied = "unembed" not in others
-        yield from self._gradients(g_others, lambda path: path != "embed" and path != "positions")
-        for layer in reversed(range(layers)):
-            name, run = self._layer(layer)
-            backward = functools.partial(self._layer_gradients, run)
-            params = self._layer_params(layer)
-            g_params, g_x = self._call(
-                ("backward", name), backward, params, inputs.pop(), layer, g_x
-            )
-            yield from self._received("backward")
-            yield from self._gradients(g_params, lambda path: True, layer)
+        yield from self._gradients(g_others, lambda path: path not in _TABLES)
+        g_x = yield from self._backward(inputs, g_x)
         g_embed = self._call("embed gradients", self._embed_gradients, others, g_x)
         yield from self._received("backward")
-        if tied:
+        if "unembed" not in others:
+            # The tables are tied: the logits have a gradient of the same table.
             g_embed = jax.tree.map(jnp.add, g_embed, g_others)
-        yield from self._gradients(g_embed, lambda path: path in ("embed", "positions"))
+        yield from self._gradients(g_embed, lambda path: path in _TABLES)
+
+    def _forward(self, others: Tree, inputs: list[np.ndarray]) -> Generator[Named, None, jax.Array]:
+        """Yields the tensors of the forward pass, keeps the input of every layer,
+        and returns the output of the last."""
+        x_BTD: jax.Array = self._call("embed", self._embed, others)
+        yield from self._received("forward")
+        for layer in range(len(self._spec.layers)):
+            inputs.append(np.asarray(x_BTD))
+            x_BTD = self._call(*self._layer(layer), self._layer_params(layer), x_BTD, layer)
+            yield from self._received("forward")
+        return x_BTD
+
+    def _backward(
+        self, inputs: list[np.ndarray], g_x: jax.Array
+    ) -> Generator[Named, None, jax.Array]:
+        """Yields the gradients of all layers, the last first,
+        and returns that of the first layer's input."""
+        for layer in reversed(range(len(self._spec.layers))):
+            name, run = self._layer(layer)
+            backward = functools.partial(self._layer_gradients, run)
+            arguments = (self._layer_params(layer), inputs.pop(), layer, g_x)
+            g_params, g_x = self._call(("backward", name), backward, *arguments)
+            yield from self._received("backward")
+            yield from self._gradients(g_params, lambda path: True, layer)
+        return g_x
 
     # Parts of the step, as functions of parameters, inside the `shard_map` of the one device.
 

@@ -230,8 +230,8 @@ class _Loop:
     def _take_steps(self, state: State) -> tuple[State, int, int]:
         """Trains from `origin` to the end of the run or a signal.
 
-        Returns the state, the steps that the run has taken, and the step of the newest state in the
-        output folder, as far as it is that of `origin` or newer; 0 for none.
+        Returns the state, the steps that the run has taken, and the step of the last of these
+        states that the output folder has; 0 where it has none of them.
         """
         training = self.run.training
         self.feed = self.prepared.feed(self.origin)

@@ -217,17 +217,24 @@ def _over_parts(
     if count == 1:
         return compute(carry, 0, batch)
     parts_M = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-    first = jax.tree.map(lambda x: x[0], parts_M)
-    shapes = jax.eval_shape(lambda: compute(carry, jnp.int32(0), first)[1])
 
     def add(state: Any, part: Any) -> Any:
         carry, total = state
         carry, result = compute(carry, *part)
         return (carry, jax.tree.map(jnp.add, total, result)), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros = _zero_results(compute, carry, parts_M)
     state, _ = jax.lax.scan(add, (carry, zeros), (jnp.arange(count), parts_M))
     return state
+
+
+def _zero_results(
+    compute: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, parts_M: Any
+) -> Any:
+    """Returns zeros in the shapes of the results of one part."""
+    first = jax.tree.map(lambda x: x[0], parts_M)
+    _, shapes = jax.eval_shape(functools.partial(compute, carry), jnp.int32(0), first)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _accumulate(
@@ -238,18 +245,11 @@ def _accumulate(
 
     gradient = sum over microbatches m of weight_m * (d loss_m / d params)
     """
-    training = device_run.run.training
-    count = training.microbatches
+    count = device_run.run.training.microbatches
 
     def compute(variables: Arrays, number: Any, examples: Any) -> Any:
         key = _key_of_part(device_run, step, number, count, parts_of(device_run).draws)
-
-        def loss(params: Arrays) -> Any:
-            result = _apply(device_run, params, variables, examples, key)
-            return jnp.asarray(result.loss, jnp.float32), (_weighted(result), result.variables)
-
-        differentiated = jax.checkpoint(loss) if training.remat == "full" else loss
-        _, vjp, (sums, updated) = jax.vjp(differentiated, params, has_aux=True)
+        _, vjp, (sums, updated) = _differentiate(device_run, params, variables, examples, key)
         weight = sums["loss"][1]
         # The backward pass begins with this part's share of the mean over the complete batch, as on
         # one device: one that is not linear, such as a clipped cotangent, gives the same there. The
@@ -261,6 +261,21 @@ def _accumulate(
         return updated, (scaled, sums)
 
     return _over_parts(count, batch, variables, compute)
+
+
+def _differentiate(
+    device_run: DeviceRun, params: Arrays, variables: Arrays, examples: Any, key: jax.Array
+) -> Any:
+    """Returns the loss of some examples, its vector-Jacobian product by the parameters,
+    and `(metrics, variables)`."""
+
+    def loss(params: Arrays) -> Any:
+        result = _apply(device_run, params, variables, examples, key)
+        return jnp.asarray(result.loss, jnp.float32), (_weighted(result), result.variables)
+
+    remat = device_run.run.training.remat
+    differentiated = jax.checkpoint(loss) if remat == "full" else loss
+    return jax.vjp(differentiated, params, has_aux=True)
 
 
 def _apply(

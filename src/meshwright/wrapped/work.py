@@ -38,26 +38,14 @@ def work_of_loss(model: Any, placed: PlacedRun) -> Work:
         held_out = examples if parts.held_out is not None else 0
         check_rows(parts, examples, held_out)
     function, arguments = parts.traced(True, examples)
-
-    def residuals(params: Any, *others: Any) -> list[Any]:
-        _, backward = jax.vjp(lambda params: function(params, *others)[0], params)
-        inputs = {id(x) for x in jax.tree.leaves((params, others))}
-        return [x for x in jax.tree.leaves(backward) if id(x) not in inputs]
-
-    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    matmuls: list[Matmul] = []
-    over_tensor = 0.0
-    for equation, origins, times in uses(jaxpr, parts.origins(jaxpr)):
-        matmul, sent_bytes = _local_matmul(equation, origins, times, placed)
-        over_tensor += sent_bytes
-        if matmul is not None:
-            matmuls.append(matmul)
+    matmuls, over_tensor = _local_matmuls(parts, function, arguments, placed)
+    batch_bytes = _bytes(arguments[2]) * training.microbatches
     return Work(
         tokens=examples,
         layers=0,
         halves=0,
         width=0,
-        matmuls=tuple(matmuls),
+        matmuls=matmuls,
         unembedding=_NONE,
         attention=0,
         scores=0,
@@ -66,10 +54,36 @@ def work_of_loss(model: Any, placed: PlacedRun) -> Work:
         experts=0,
         expert_rows=0,
         expert_layers=0,
-        kept_bytes=_bytes(jax.eval_shape(residuals, *arguments)),
-        input_bytes=_bytes(arguments[2]) * training.microbatches + _bytes(parts.variables),
+        kept_bytes=_residual_bytes(function, arguments),
+        input_bytes=batch_bytes + _bytes(parts.variables),
         over_tensor=over_tensor,
     )
+
+
+def _residual_bytes(function: Any, arguments: Any) -> float:
+    """Returns the bytes that the backward pass reads, the loss's arguments excepted."""
+
+    def residuals(params: Any, *others: Any) -> list[Any]:
+        _, backward = jax.vjp(lambda params: function(params, *others)[0], params)
+        inputs = {id(x) for x in jax.tree.leaves((params, others))}
+        return [x for x in jax.tree.leaves(backward) if id(x) not in inputs]
+
+    return _bytes(jax.eval_shape(residuals, *arguments))
+
+
+def _local_matmuls(
+    parts: Any, function: Any, arguments: Any, placed: PlacedRun
+) -> tuple[tuple[Matmul, ...], float]:
+    """Returns the matmuls of a device, and the bytes that `tensor` sums for them in a step."""
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    matmuls: list[Matmul] = []
+    over_tensor = 0.0
+    for equation, origins, times in uses(jaxpr, parts.origins(jaxpr)):
+        matmul, sent_bytes = _local_matmul(equation, origins, times, placed)
+        over_tensor += sent_bytes
+        if matmul is not None:
+            matmuls.append(matmul)
+    return tuple(matmuls), over_tensor
 
 
 def _local_matmul(

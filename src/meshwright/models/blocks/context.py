@@ -58,17 +58,14 @@ def build_attend(
         window: int | None,
         scores: Scores | None = None,
     ) -> jax.Array:
-        segments, parts, rest = segments_BT, sequence.group, dict[str, Any]()
+        parts = sequence.group
+        segments = segments_BT
+        rest: dict[str, Any] = {}
         if scores is not None:
             if scores.chunk is not None:
                 segments = chunked_segments(segments_BT, scores.chunk)
                 window = min(window or scores.chunk, scores.chunk)
-            if scores.sinks_N is not None and parts > 1:
-                size = scores.sinks_N.shape[0] // parts
-                first = (jax.lax.axis_index("context") % parts if sequence.shards > 1 else 0) * size
-                scores = dataclasses.replace(
-                    scores, sinks_N=lax.dynamic_slice_in_dim(scores.sinks_N, first, size)
-                )
+            scores = _scores_of_group(scores, sequence)
             computed = (scores.sinks_N, scores.softcap, scores.index)
             if any(part is not None for part in computed):
                 rest["scores"] = scores
@@ -97,15 +94,27 @@ def build_attend(
     return attend
 
 
+def _scores_of_group(scores: Scores, sequence: SequenceSplit) -> Scores:
+    """Returns the scores with the sinks of the heads that this device of a Ulysses group has."""
+    if scores.sinks_N is None or sequence.group == 1:
+        return scores
+    size = scores.sinks_N.shape[0] // sequence.group
+    first: Any = 0
+    if sequence.shards > 1:
+        first = (lax.axis_index("context") % sequence.group) * size
+    sinks_N = lax.dynamic_slice_in_dim(scores.sinks_N, first, size)
+    return dataclasses.replace(scores, sinks_N=sinks_N)
+
+
 def chunked_segments(segments_BT: jax.Array, chunk: int) -> jax.Array:
     """Returns documents that end where those of `segments_BT` end and
     after every `chunk` tokens, numbered in order."""
-    place_T = jnp.arange(segments_BT.shape[1])
-    begins_BT = (
-        jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), jnp.diff(segments_BT, axis=1)], 1) != 0
-    )
-    first_BT = lax.cummax(jnp.where(begins_BT, place_T, 0), axis=1)
-    return jnp.cumsum((place_T - first_BT) % chunk == 0, axis=1, dtype=segments_BT.dtype)
+    position_T = jnp.arange(segments_BT.shape[1])
+    changes_BT = jnp.diff(segments_BT, axis=1)
+    begins_BT = jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), changes_BT], 1) != 0
+    first_BT = lax.cummax(jnp.where(begins_BT, position_T, 0), axis=1)
+    begins_chunk_BT = (position_T - first_BT) % chunk == 0
+    return jnp.cumsum(begins_chunk_BT, axis=1, dtype=segments_BT.dtype)
 
 
 def with_own_kv_head(attend: Attend) -> Attend:
@@ -117,12 +126,12 @@ def with_own_kv_head(attend: Attend) -> Attend:
     """
 
     def own(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **kind: Any) -> jax.Array:
-        devices, heads = lax.axis_size("tensor"), k_BTKH.shape[2]
+        devices = lax.axis_size("tensor")
+        heads = k_BTKH.shape[2]
         if replicates_kv_heads(heads, devices):
-            mine = axis_index(("tensor",)) * heads // devices
-            k_BTKH, v_BTKH = (
-                lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k_BTKH, v_BTKH)
-            )
+            head = axis_index(("tensor",)) * heads // devices
+            k_BTKH = lax.dynamic_slice_in_dim(k_BTKH, head, 1, axis=2)
+            v_BTKH = lax.dynamic_slice_in_dim(v_BTKH, head, 1, axis=2)
         return attend(q_BTNH, k_BTKH, v_BTKH, **kind)
 
     return own

@@ -572,6 +572,12 @@ class Experts(Kind):
             return None
         return -(-all_reduce(text_BT.sum(dtype=jnp.int32), axes) // devices)
 
+    def sends_rounded(self, w: ExpertWeights) -> bool:
+        """Returns whether rows are rounded before they are sent to their experts: for a smaller
+        exchange, or because products in low precision would round them alike where they arrive."""
+        is_rounded_by_products = isinstance(w["up"], SelfMultiplying) and self.weighted == "hidden"
+        return self.expert_exchange == "fp8" or is_rounded_by_products
+
     def apply(
         self,
         rows: Rows,
@@ -803,10 +809,7 @@ def dropless_moe(
     partial = () if "tensor" in axes else TENSOR
     apply = functools.partial(e.apply, w=w, multiply=multiply, partial=partial)
     parallelism = _split_experts(e, len(h_TD), axes, nodes, text, apply)
-    # Products in low precision would round these rows alike where they arrive.
-    rounded_by_products = isinstance(w["up"], SelfMultiplying) and e.weighted == "hidden"
-    is_rounded = e.expert_exchange == "fp8" or rounded_by_products
-    rows = round_rows(h_TD) if is_rounded else Rows(h_TD)
+    rows = round_rows(h_TD) if e.sends_rounded(w) else Rows(h_TD)
     dispatch = _to_experts if nodes == 1 else _to_nodes
     out_TD, served = dispatch(rows, chosen_TX, weights_TX, parallelism)
     dropped = None

@@ -54,12 +54,13 @@ class FeedForward(Kind):
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
             products = ctx.column_parallel(linears, h_BTD, [w[name] for name in self._names])
             if self.bias:
-                products = [
-                    x + w[f"{name}_bias"] for name, x in zip(self._names, products, strict=True)
-                ]
-            hidden = _HIDDEN[self.kind](*map(ctx.save_hidden, products))
-            y_BTD = ctx.row_parallel(linear, hidden, w["down"])
-            return y_BTD + w["down_bias"] if self.bias else y_BTD, {}
+                biases = [w[f"{name}_bias"] for name in self._names]
+                products = [x + bias for x, bias in zip(products, biases, strict=True)]
+            hidden_BTF = _HIDDEN[self.kind](*map(ctx.save_hidden, products))
+            y_BTD = ctx.row_parallel(linear, hidden_BTF, w["down"])
+            if self.bias:
+                y_BTD = y_BTD + w["down_bias"]
+            return y_BTD, {}
 
         return feed
 
@@ -72,7 +73,8 @@ def swiglu(h_BTD: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
 
 def relu2_mlp(h_BTD: jax.Array, up: Any, down: Any) -> jax.Array:
     """Returns relu(h up)^2 down, unreduced over `tensor`."""
-    return linear(_relu2(save_as_it_is(linear(h_BTD, up))), down)
+    up_BTF = save_as_it_is(linear(h_BTD, up))
+    return linear(_relu2(up_BTF), down)
 
 
 @recomputed

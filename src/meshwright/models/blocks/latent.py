@@ -23,7 +23,7 @@ recomputed (DeepSeek-V3, section 3.2.3).
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,17 @@ def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
     return values.astype(dtype), jnp.broadcast_to(
         scale.reshape(features if scale.size > 1 else (1, 1)), features
     )
+
+
+class _OfPositions(NamedTuple):
+    """Angles and factors of the positions of a step's tokens, computed once for all layers."""
+
+    cos_sin: Any
+    """Angles of the rotary embedding; None without one."""
+    index_cos_sin: Any
+    """Those of the indexer; None without one."""
+    growth_BT11: jax.Array | None
+    """Factor on the queries, which grows with the position; None without one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,55 +160,73 @@ class LatentAttention(Kind):
         return self.indexer is not None and self.indexer.training != "warmup"
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
-        """Returns the attention of a step's tokens."""
-        cos_sin: Any = None if self.rotary is None else ctx.angles(self.rotary)
-        index_cos_sin = None if self.indexer is None else ctx.angles(self.indexer.rotary)
+        """Returns the attention of a step's tokens, `(h [B, T/tensor, D], weights) -> y`,
+        with the loss of the indexer where it is trained."""
         growth_BT11 = None
         if self.temperature is not None:
             growth_BT11 = self.temperature.factor(ctx.tokens.positions)
-        decodes = ctx.attend_latent is not None
-        up = self._keep_latents if decodes else self._expand_latents
+        of_positions = _OfPositions(
+            None if self.rotary is None else ctx.angles(self.rotary),
+            None if self.indexer is None else ctx.angles(self.indexer.rotary),
+            growth_BT11,
+        )
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> Any:
-            gathered, weights = self._down(h_BTD, w)
-            if self.indexer is not None:
-                weights = [*weights, w["index_query"]]
-            q_BTNH, rope_BTNH, latents_BTNH, *index_queries = ctx.column_parallel(
-                up, gathered, weights
-            )
-            index: Index | None = None
-            if self.indexer is not None:
-                assert index_cos_sin is not None
-                index = self.indexer.index(h_BTD, index_queries[0], w, index_cos_sin)
-            if self.latent.query_rank is None:
-                q_BTNH = checkpoint_name(q_BTNH, QKV)
-            if self.rotary is not None:
-                q_BTNH = self._rotated_queries(self.rotary, q_BTNH, cos_sin, h_BTD.dtype)
-            if growth_BT11 is not None:
-                q_BTNH = (q_BTNH * growth_BT11).astype(q_BTNH.dtype)
-            if self.rotary is not None:
-                rope_BTNH = self.rotary.rotate(rope_BTNH, cos_sin)
-            if decodes:
+            q_BTNH, rope_BTNH, latents_BTNH, index = self._project(ctx, of_positions, h_BTD, w)
+            if ctx.attend_latent is not None:
                 cached = (latents_BTNH, rope_BTNH)
                 out_BTNH = self._attend_latents(ctx, q_BTNH, *cached, w["kv_up"], index)
                 y_BTD = ctx.row_parallel(attention_projection, out_BTNH, w["attention_out"])
                 return (y_BTD, {}) if self.has_loss else y_BTD
             k_BTNH, v_BTNH = self._keys_and_values(latents_BTNH, rope_BTNH)
-            qkv = (q_BTNH, k_BTNH, v_BTNH)
-            if ctx.sequence.groups > 1:
-                qkv = self._of_one_size(*qkv)
-            scores = None
-            if index is not None and self._is_sparse:
-                scores = Scores(index=jax.lax.stop_gradient(index))
-            y_BTD = ctx.attend_row_parallel(
-                self._project, qkv, w["attention_out"], window=None, scores=scores
-            )
+            y_BTD = self._attend(ctx, (q_BTNH, k_BTNH, v_BTNH), w["attention_out"], index)
             if not self.has_loss:
                 return y_BTD
             assert self.indexer is not None and index is not None
             return y_BTD, self.indexer.loss(index, q_BTNH, k_BTNH, ctx.tokens)
 
         return mix
+
+    def _project(
+        self, ctx: ForwardContext, of_positions: "_OfPositions", h_BTD: jax.Array, w: dict[str, Any]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Index | None]:
+        """Returns queries and the rotary key, rotated; what `up` makes of the latents;
+        and what the indexer compares."""
+        up = self._expand_latents if ctx.attend_latent is None else self._keep_latents
+        gathered, weights = self._down(h_BTD, w)
+        if self.indexer is not None:
+            weights = [*weights, w["index_query"]]
+        projected = ctx.column_parallel(up, gathered, weights)
+        q_BTNH, rope_BTNH, latents_BTNH, *index_queries = projected
+        index: Index | None = None
+        if self.indexer is not None:
+            cos_sin = of_positions.index_cos_sin
+            index = self.indexer.index(h_BTD, index_queries[0], w, cos_sin)
+        if self.latent.query_rank is None:
+            q_BTNH = checkpoint_name(q_BTNH, QKV)
+        if self.rotary is not None:
+            q_BTNH = self._rotated_queries(self.rotary, q_BTNH, of_positions.cos_sin, h_BTD.dtype)
+        if of_positions.growth_BT11 is not None:
+            q_BTNH = (q_BTNH * of_positions.growth_BT11).astype(q_BTNH.dtype)
+        if self.rotary is not None:
+            rope_BTNH = self.rotary.rotate(rope_BTNH, of_positions.cos_sin)
+        return q_BTNH, rope_BTNH, latents_BTNH, index
+
+    def _attend(
+        self,
+        ctx: ForwardContext,
+        qkv: tuple[jax.Array, jax.Array, jax.Array],
+        w_out: Any,
+        index: Index | None,
+    ) -> jax.Array:
+        """Returns the projected output of attention to all keys,
+        or to those that the indexer chooses."""
+        if ctx.sequence.groups > 1:
+            qkv = self._of_one_size(*qkv)
+        scores = None
+        if index is not None and self._is_sparse:
+            scores = Scores(index=jax.lax.stop_gradient(index))
+        return ctx.attend_row_parallel(self._project_out, qkv, w_out, window=None, scores=scores)
 
     def _expand_latents(self, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
         """Returns queries, the rotary key as one head, keys with values of all heads,
@@ -281,7 +310,7 @@ class LatentAttention(Kind):
             k_BTNH = _padded(k_BTNH, longest)
         return q_BTNH, k_BTNH, v_BTNH
 
-    def _project(self, out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
+    def _project_out(self, out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
         """Returns the attention output without its padding, times its projection."""
         return attention_projection(out_BTNH[..., : self.latent.value_size], w_NHD)
 

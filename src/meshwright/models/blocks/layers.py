@@ -65,10 +65,11 @@ def linear(x: jax.Array, w: Any, *, contract: int = 1) -> jax.Array:
     """
     if hasattr(w, "linear"):
         return w.linear(x, contract)
-    lead, dims = x.shape[: x.ndim - contract], tuple(range(contract))
-    contracted = (tuple(1 + dim for dim in dims), dims)
-    out = jax.lax.dot_general(x.reshape(-1, *w.shape[:contract]), w, (contracted, ((), ())))
-    return out.reshape(*lead, *w.shape[contract:])
+    by_token = x.reshape(-1, *w.shape[:contract])
+    w_dims = tuple(range(contract))
+    x_dims = tuple(1 + dim for dim in w_dims)
+    out = jax.lax.dot_general(by_token, w, ((x_dims, w_dims), ((), ())))
+    return out.reshape(*x.shape[: x.ndim - contract], *w.shape[contract:])
 
 
 def linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
@@ -106,9 +107,8 @@ def _take_rows_bwd(
     # Accumulated in float32: a frequent token sums thousands of rows,
     # and bfloat16 would stop at 256 equal ones.
     table_VD, index = saved
-    return sum_rows(g, index, table_VD.shape[0]).astype(table_VD.dtype), np.zeros(
-        index.shape, jax.dtypes.float0
-    )
+    g_table_VD = sum_rows(g, index, table_VD.shape[0]).astype(table_VD.dtype)
+    return g_table_VD, np.zeros(index.shape, jax.dtypes.float0)
 
 
 take_rows.defvjp(
@@ -137,9 +137,8 @@ def embed(
     if padding_BT is not None:
         in_block_BT &= ~padding_BT
     x_BTD = take_rows(table_VD, jnp.where(in_block_BT, local_BT, 0), sum_rows)
-    return reduce(
-        sequence_reduce_scatter(jnp.where(in_block_BT[..., None], x_BTD, 0), 1), ("stage",), 0
-    )
+    x_BTD = jnp.where(in_block_BT[..., None], x_BTD, 0)
+    return reduce(sequence_reduce_scatter(x_BTD, 1), ("stage",), 0)
 
 
 def _normalised(x: jax.Array, epsilon: float) -> jax.Array:
@@ -172,6 +171,10 @@ def _layer_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return _layer_norm_fwd(x, scale, epsilon)[0]
 
 
+# y = (x - mean) / sqrt(var + epsilon), and with g_y = g * scale
+#
+#   grad_x     = (g_y - mean(g_y) - y mean(g_y y)) / sqrt(var + epsilon)
+#   grad_scale = sum over tokens of g y
 def _layer_norm_fwd(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array, Any]:
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32, -1, keepdims=True)
@@ -227,12 +230,10 @@ class Norm:
 
     def params(self, name: str, shape: tuple[int, ...], dims: str) -> dict[str, Param]:
         """Returns the descriptions of the scale `name`, and of the bias."""
-        scale = Param(shape, dims, "zeros" if self.kind == "rms_plus_one" else "ones")
-        return (
-            {name: scale, f"{name}_bias": Param(shape, dims, "zeros")}
-            if self.bias
-            else {name: scale}
-        )
+        params = {name: Param(shape, dims, "zeros" if self.kind == "rms_plus_one" else "ones")}
+        if self.bias:
+            params[f"{name}_bias"] = Param(shape, dims, "zeros")
+        return params
 
     def without_scale(self, x: jax.Array) -> jax.Array:
         """Normalises x along its last dimension, without a learned scale."""
@@ -249,7 +250,9 @@ class Norm:
             sums_BTP = all_gather(_sum_of_squares(x), ("tensor",), 2)
             mean_BT = sums_BTP.sum(-1) / (sums_BTP.shape[-1] * x.shape[-2] * x.shape[-1])
             return _scaled_heads(x, jax.lax.rsqrt(mean_BT + self.epsilon), scale)
-        return (rms_norm if self.kind == "rms" else _rms_norm_plus_one)(x, scale, self.epsilon)
+        if self.kind == "rms_plus_one":
+            return _rms_norm_plus_one(x, scale, self.epsilon)
+        return rms_norm(x, scale, self.epsilon)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,11 +287,10 @@ class Dropout:
         B, T, D = x_BTD.shape
         position_T = local_shard(self.positions_T, ("tensor",), 0).astype(jnp.uint32)
         index_TD = position_T[:, None] * jnp.uint32(D) + jnp.arange(D, dtype=jnp.uint32)
-        words = (self.key[0], self.key[1] + jnp.asarray(site).astype(jnp.uint32))
+        key = (self.key[0], self.key[1] + jnp.asarray(site).astype(jnp.uint32))
         counter = (self.sequences_B[:, None, None], index_TD[None])
-        bits = threefry2x32_p.bind(
-            *(jnp.broadcast_to(word, (B, T, D)) for word in (*words, *counter))
-        )[0]
+        words = [jnp.broadcast_to(word, (B, T, D)) for word in (*key, *counter)]
+        bits, _ = threefry2x32_p.bind(*words)
         kept = bits >= jnp.uint32(round(self.rate * 2**32))
         return jnp.where(kept, x_BTD / (1.0 - self.rate), 0).astype(x_BTD.dtype)
 

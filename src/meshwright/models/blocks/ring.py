@@ -76,7 +76,8 @@ class _Ring:
     def __init__(
         self, plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array
     ):
-        self.plan, self.last = plan, 2 * plan.sequence.groups - 1
+        self.plan = plan
+        self.last = 2 * plan.sequence.groups - 1
         self.group = lax.axis_index("context") // plan.sequence.group
         self.segments = cut(segments_BT, plan.size)
         self.masks, self.kinds = plan.others()
@@ -98,14 +99,19 @@ class _Ring:
         def attend(sums: Any, kv: jax.Array, shifts: jax.Array | int) -> Any:
             other = (self.group - shifts) % groups
             keys = Keys(kv[:, 0], kv[:, 1], self._segments_of(other))
+            # Front with front where the other group is earlier, else back with back.
             same = jnp.where(self.group > other, 0, 1)
-            far, near = self.last - self.group - other, abs(self.group - other)
-            for step in ((1, 0, self.kinds[far]), (same, same, self.kinds[near])):
-                sums = each.visit(self.masks, step, rows, keys, sums)
+            far = self.last - self.group - other
+            near = abs(self.group - other)
+            back_with_front = (1, 0, self.kinds[far])
+            equal_chunks = (same, same, self.kinds[near])
+            for pair in (back_with_front, equal_chunks):
+                sums = each.visit(self.masks, pair, rows, keys, sums)
             return sums
 
         def step(carry: Any, shifts: jax.Array) -> tuple[Any, None]:
-            kv, (by_query, by_key) = carry[0], attend(carry[1], carry[0], shifts)
+            kv, sums = carry
+            by_query, by_key = attend(sums, kv, shifts)
             return (self._shift(kv), (by_query, self._shift(by_key))), None
 
         by_query, by_key = self._own_pairs(each, rows)
@@ -121,18 +127,12 @@ class _Ring:
             # Without a window, the back chunk sees all of the front chunk: the two are one chunk.
             sums = each.compute(causal_mask(2 * self.plan.size, None), uncut(rows), uncut(keys))
             return cut(jax.tree.map(lambda x: x.astype(jnp.float32), sums), self.plan.size)
-        sums, far, diagonal = (
-            each.start(rows, keys),
-            self.kinds[self.last - 2 * self.group],
-            self.plan.diagonal,
-        )
-        for masks, step in (
-            (diagonal, (0, 0, 0)),
-            (diagonal, (1, 1, 0)),
-            (self.masks, (1, 0, far)),
-        ):
-            sums = each.visit(masks, step, rows, keys, sums)
-        return sums
+        sums = each.start(rows, keys)
+        far = self.kinds[self.last - 2 * self.group]
+        diagonal = self.plan.diagonal
+        sums = each.visit(diagonal, (0, 0, 0), rows, keys, sums)
+        sums = each.visit(diagonal, (1, 1, 0), rows, keys, sums)
+        return each.visit(self.masks, (1, 0, far), rows, keys, sums)
 
 
 class _Gathered:
@@ -142,30 +142,34 @@ class _Gathered:
     def __init__(
         self, plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array
     ):
-        self.last, group = 2 * plan.sequence.groups - 1, lax.axis_index("context")
+        group = lax.axis_index("context")
         segments = cut(segments_BT, plan.size)
-        self.plan, self.own = plan, jnp.stack([group, self.last - group])
-        self.queries = Queries(cut(q, plan.size), segments[self.own])
+        self.plan = plan
+        self.last = 2 * plan.sequence.groups - 1
+        self.chunks = jnp.stack([group, self.last - group])
+        self.queries = Queries(cut(q, plan.size), segments[self.chunks])
         self.keys = Keys(cut(k, plan.size), cut(v, plan.size), segments)
 
     def visit(self, each: Pass, rows: Any) -> Any:
         """Returns the sums of all pairs: two diagonal ones, and 2n-1 with earlier chunks."""
-        own = (jnp.arange(2), self.own, jnp.zeros(2, jnp.int32))
-        sums = each.visit_all(self.plan.diagonal, own, rows, self.keys, each.start(rows, self.keys))
-        others, table = self.plan.others()
+        diagonal = (jnp.arange(2), self.chunks, jnp.zeros(2, jnp.int32))
+        sums = each.start(rows, self.keys)
+        sums = each.visit_all(self.plan.diagonal, diagonal, rows, self.keys, sums)
+        masks, kinds = self.plan.others()
         # The back chunk, number 2n-1-i, has as many earlier chunks, the front chunk i.
-        number, back = jnp.arange(self.last), self.own[1]
+        number = jnp.arange(self.last)
+        back = self.chunks[1]
         half = jnp.where(number < back, 1, 0)
         chunk = jnp.where(number < back, number, number - back)
-        return uncut(
-            each.visit_all(
-                others, (half, chunk, table[self.own[half] - chunk]), rows, self.keys, sums
-            )
-        )
+        earlier = (half, chunk, kinds[self.chunks[half] - chunk])
+        return uncut(each.visit_all(masks, earlier, rows, self.keys, sums))
 
 
 def _pairs(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest) -> _Ring | _Gathered:
-    return (_Ring if plan.sequence.is_ring else _Gathered)(plan, q, k, v, rest[0])
+    segments_BT, _ = rest
+    if plan.sequence.is_ring:
+        return _Ring(plan, q, k, v, segments_BT)
+    return _Gathered(plan, q, k, v, segments_BT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -225,8 +229,7 @@ def attend_over_devices(
     )
     positions_T = sequence.local_positions()
     queries = Positions(segments_BT[:, positions_T], jnp.asarray(positions_T))
-    given = {} if scores is None else {"scores": scores}
-    out = kernels.cross_attention(
-        q, k, v, queries, sequence_positions(segments_BT), window=window, **given
-    )
+    options = {} if scores is None else {"scores": scores}
+    keys = sequence_positions(segments_BT)
+    out = kernels.cross_attention(q, k, v, queries, keys, window=window, **options)
     return checkpoint_name(out, ATTN_OUT), None

@@ -242,17 +242,22 @@ def _backward(
     key_blocks = _KeyBlock(cut(keys.k_BSKH, blocks.block), cut(keys.v_BSKH, blocks.block))
 
     def add(sums: tuple[jax.Array, _KeyBlock], i: Any, j: Any) -> tuple[jax.Array, _KeyBlock]:
+        by_query, by_key = sums
         pair = (select(query_blocks, i), select(key_blocks, j))
         gradients = _block_gradients(*pair, blocks.visible(i, j), softcap)
-        totals = (select(sums[0], i), select(sums[1], j))
+        totals = (select(by_query, i), select(by_key, j))
         g_q, g_keys = jax.tree.map(jnp.add, totals, gradients)
-        return update(sums[0], i, g_q), update(sums[1], j, g_keys)
+        return update(by_query, i, g_q), update(by_key, j, g_keys)
 
     g_q, g_keys = blocks.loop(add, _full_like((q, key_blocks), zero))
-    g_k = g_keys.k.swapaxes(0, 1).reshape(keys.k_BSKH.shape)
-    g_v = g_keys.v.swapaxes(0, 1).reshape(keys.v_BSKH.shape)
-    g_q = (g_q * scale).swapaxes(0, 1).reshape(queries.q_BTNH.shape)
-    return g_q, g_k, g_v
+    g_k = _in_order(g_keys.k, keys.k_BSKH)
+    g_v = _in_order(g_keys.v, keys.v_BSKH)
+    return _in_order(g_q * scale, queries.q_BTNH), g_k, g_v
+
+
+def _in_order(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    """Joins blocks of tokens [blocks, B, ...] into an array of another's shape, [B, T, ...]."""
+    return blocks.swapaxes(0, 1).reshape(like.shape)
 
 
 def _full_like(tree: Any, value: jax.Array) -> Any:

@@ -2,16 +2,20 @@
 
 It differs from JAX's in what it computes by and in what it skips:
 
-    exponents       2^(x log2 e) for e^x, and the scale log2 e is multiplied onto the queries
+    exponents       2^(x log2 e) for e^x; the factor log2 e rounds the queries a second time
     masks           computed only in blocks that the mask cuts, in a loop body of their own
     documents       blocks of keys without a document of the block of queries are not visited
     1 / sum         multiplied inside the kernel
     d queries       added up in three copies, of the dtype of the queries, by every third block
 
-All are exact but for rounding. Left off: a constant in place of the greatest logit, which is right
-only where something bounds the logits; a soft cap or normalised queries and keys would have to
-prove it, and for Llama nothing does. Left off as well: the skipping of the hidden quarters of
-a block on the diagonal, which needs blocks of one size and no offset between chunks.
+All are exact but for rounding: in bfloat16, with 32 blocks of keys, gradients differ from those
+in float32 by 0.36 to 0.48 % (JAX's fused kernel: 0.28 to 0.35), that of the last queries by 0.69
+(0.38).
+
+Left off: a constant in place of the greatest logit, which is right only where something bounds the
+logits; a soft cap or normalised queries and keys would have to prove it, and for Llama nothing
+does. Left off as well: the skipping of the hidden quarters of a block on the diagonal, which needs
+blocks of one size and no offset between chunks.
 
 Tokamax's public `splash_attention` returns no log-sum-exp, and its operator takes a window only as
 an array [T, T] and cannot be interpreted on a CPU. The kernel is therefore taken from
