@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Many containers set it: every process then parses all of its modules anew, 2.5 s of CPU instead of 0.8. Empty is unset.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-ci test-all check reading golden golden-check
+.PHONY: train test test-ci test-long test-all check reading golden golden-check
 
 train: .venv/run
 	$(BIN)/meshwright train
@@ -18,6 +18,11 @@ test: .venv/dev
 
 test-ci: .venv/ci
 	$(PYTEST) -m "not long" --durations=40
+
+# A part of what is marked `long`, in about the time of `test-ci`. Each night one of the eight runs (.github/workflows/long.yml).
+PART ?= 1/8
+test-long: .venv/ci
+	$(PYTEST) -m long --part $(PART) --durations=40
 
 test-all: .venv/ci
 	$(PYTEST) --durations=40

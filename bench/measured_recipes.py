@@ -10,7 +10,7 @@ docs/foresight.md; programs that the cache lacks keep their row.
 
 `compile --schedule` ends before code is generated, which takes nine tenths of the time (`maxtext_compile.py`). Such a program
 has no cycles of the compiler: the census takes matmuls at the chip's fraction of the peak, the second reading at the
-peak. The table says `scheduled`, and of HBM what was assigned, where it is more than the chip has.
+peak. The table says `scheduled`.
 """
 
 import argparse
@@ -26,8 +26,6 @@ from typing import Any
 import peers
 from page_table import put_table
 from second_reading import read_program
-
-from meshwright.hardware.targets import parse_target
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "foresight"))
@@ -275,7 +273,6 @@ def read_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
         **row,
         "census": {key: census[key] for key in ("seconds", "by_kind", "unpriced")},
         "second": {key: second[key] for key in ("seconds", "by_kind", "doubts")},
-        "hbm": facts["assigned"] if facts.get("scheduled_only") else facts["peak"],
         "scheduled_only": facts.get("scheduled_only", False),
         "versions": facts["versions"],
     }
@@ -298,14 +295,14 @@ def table(recipes: Iterable[dict[str, Any]], h100: Sequence[dict[str, Any]]) -> 
     """Returns measured and read steps, then kinds of operation where a profile has them, as Markdown."""
     recipes = list(recipes)
     lines = [
-        "| program | machine | options refused | HBM, GiB | measured, s | census, s | second reading, s |",
-        "|---|---|---|---|---|---|---|",
+        "| program | machine | options refused | measured, s | census, s | second reading, s |",
+        "|---|---|---|---|---|---|",
     ]
     for row in recipes:
         refused = ", ".join(f"`{option}`" for option in row["left_out"])
         seconds = row["measured"]["step"]
         scheduled = ", scheduled" if row.get("scheduled_only") else ""
-        head = f"| MaxText, {row['name']}{scheduled} | {row['target']} | {refused} | {_memory(row)} | {seconds:.4g} "
+        head = f"| MaxText, {row['name']}{scheduled} | {row['target']} | {refused} | {seconds:.4g} "
         if "census" not in row:
             state = "does not compile" if "error" in row else "not compiled yet"
             lines.append(f"{head}| {state} | |")
@@ -316,7 +313,7 @@ def table(recipes: Iterable[dict[str, Any]], h100: Sequence[dict[str, Any]]) -> 
         seconds = step["bare_seconds"]
         note = f", {step['note']}" if step["note"] else ""
         lines.append(
-            f"| ours, {step['run']}{note} | h100:1 | | | {seconds:.4g} | "
+            f"| ours, {step['run']}{note} | h100:1 | | {seconds:.4g} | "
             f"{_beside(step['simulated_seconds'], seconds)} | |"
         )
     profiled = [row for row in recipes if len(row["measured"]) > 1 and "census" in row]
@@ -334,14 +331,6 @@ def table(recipes: Iterable[dict[str, Any]], h100: Sequence[dict[str, Any]]) -> 
                 f"| MaxText, {row['name']} | {kind} | {seconds:.2f} | {cells[0]} | {cells[1]} |"
             )
     return "\n".join(lines) + "\n"
-
-
-def _memory(row: dict[str, Any]) -> str:
-    if "hbm" not in row:
-        return ""
-    available = parse_target(row["target"]).chip.hbm_bytes
-    over = f" of {available / 2**30:.1f}" if row["hbm"] > available else ""
-    return f"{row['hbm'] / 2**30:.1f}{over}"
 
 
 def _kinds_read(row: dict[str, Any], reading: str) -> dict[str, float]:

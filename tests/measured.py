@@ -5,7 +5,7 @@ A pytest plugin of this suite. `pytest --costs FILE` writes a table of all tests
 process without `processes`. Costs are CPU seconds, so that other programs on the machine do not change them.
 
 `tiers.txt` lists the tests that are too expensive for the fast tier (`exhaustive`) and for CI (`long`), by measurement.
-They get the marker of that name.
+They get the marker of that name. `pytest --part 3/8` runs an eighth of the tests that are chosen otherwise.
 
     pytest --costs /tmp/costs -n 2          # writes /tmp/costs.gw0 and /tmp/costs.gw1, a line after each test
     python tests/measured.py /tmp/costs*    # places every test that was measured
@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Container, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,17 @@ FAST, FASTEST = 1.5, 6.0
 FAST_SECONDS = 900.0
 """CPU seconds of all fast tests together: the cheapest of those that are fast, as many as fit."""
 CI_SECONDS = 1800.0
-"""CPU seconds of all exhaustive tests together: the cheapest row of every function, then the cheapest rows that fit."""
+"""CPU seconds of all exhaustive tests together: what is kept, the cheapest row of every function from the cheapest
+function on, then the cheapest rows that fit."""
+KEPT = {
+    "tests/chaos/test_processes.py::test_two_processes_train_what_one_does": "processes that train together",
+    "tests/chaos/test_processes.py::test_killed_while_saving_it_resumes_from_the_last_committed": "a process that is killed",
+    "tests/contracts/test_families.py::test_a_family_has_the_numbers_of_transformers[deepseek-v3.2]": "latent attention",
+    "tests/contracts/test_families.py::test_decoding_is_the_forward_pass_of_transformers[kimi-linear]": "linear attention",
+    "tests/contracts/test_families.py::test_decoding_is_the_forward_pass_of_transformers[deepseek-v3.2]": "latent attention",
+}
+"""Tests that CI runs whatever they cost, with the kind that no other of its tests holds: processes that train together,
+a process that is killed, latent attention with an indexer and linear attention against `transformers`."""
 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -136,9 +146,14 @@ class Costs:
 
 
 def tiers_of(
-    costs: dict[str, float], fast_seconds: float = FAST_SECONDS, ci_seconds: float = CI_SECONDS
+    costs: dict[str, float],
+    fast_seconds: float = FAST_SECONDS,
+    ci_seconds: float = CI_SECONDS,
+    kept: Container[str] = KEPT,
 ) -> dict[str, str]:
     """Returns the tier of every test that is not fast.
+
+    kept: tests that are at most exhaustive.
 
     costs: test -> CPU seconds, with its fixtures. fast_seconds, ci_seconds: of all fast and of all exhaustive tests.
     """
@@ -154,10 +169,46 @@ def tiers_of(
         else:
             slow.append(name)
     tiers = {}
-    for name in sorted(slow, key=lambda name: (name not in cheapest.values(), costs[name])):
+
+    def order(name: str) -> tuple[bool, bool, float]:
+        return name not in kept, name not in cheapest.values(), costs[name]
+
+    for name in sorted(slow, key=order):
         ci_seconds -= costs[name]
         tiers[name] = "exhaustive" if ci_seconds >= 0 else "long"
     return tiers
+
+
+class Part:
+    """Leaves every n-th test in the order of their names, of those that are chosen otherwise.
+
+    Neighbors in that order, the rows of a function, cost about the same, and so do the parts.
+
+    text: "3/8" for the third, eleventh, ... test.
+
+    Raises pytest.UsageError for another text.
+    """
+
+    def __init__(self, text: str) -> None:
+        number, _, parts = text.partition("/")
+        if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+            raise pytest.UsageError(f"--part {text}: of 8 parts they are 1/8, 2/8, ... 8/8")
+        self._first = int(number) - 1
+        self._parts = int(parts)
+
+    def names(self, tests: Iterable[str]) -> set[str]:
+        """Returns the tests of this part."""
+        return set(sorted(tests)[self._first :: self._parts])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Comes after the choice by markers and words."""
+        chosen = self.names(item.nodeid for item in items)
+        left_out = [item for item in items if item.nodeid not in chosen]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid in chosen]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -183,6 +234,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write CPU seconds, programs and processes of each test to FILE",
     )
     parser.addoption(
+        "--part",
+        metavar="K/N",
+        help="run the K-th of N parts of the chosen tests; all parts together run each test once",
+    )
+    parser.addoption(
         "--check-costs",
         action="store_true",
         help="fail tests that cost more than their markers say",
@@ -190,7 +246,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measures where one of the options is given."""
+    """Measures, and chooses a part, where the options are given."""
+    if config.getoption("part"):
+        config.pluginmanager.register(Part(config.getoption("part")), "part")
     if config.getoption("costs") or config.getoption("check_costs"):
         config.pluginmanager.register(
             Costs(config.getoption("check_costs"), config.getoption("costs")), "costs"

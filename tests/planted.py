@@ -106,6 +106,7 @@ def planted_run(folder: Path, mesh: str, family: str = "llama", **changes: Any) 
     options: dict[str, Any] = {
         "steps": NOT_A_NUMBER,
         "dropout": 0.0,
+        "health": True,
         "optimizer": Optimizer(learning_rate=1e-3, warmup_steps=5),
         "faults": Faults(bad_step="skip"),
     }

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from expert_exchange import Shape
 from expert_exchange import largest_difference as exchange_difference
+from shared_programs import share_programs
 from tiny_runs import MODELS, largest_difference, tiny_run, train
 
 from meshwright.config import Data, MeshShape
@@ -22,6 +23,7 @@ from meshwright.trainer import loop
 
 DENSE, EXPERTS = "data=2,fsdp=2,tensor=2,stage=2", "fsdp=2,context=2,expert=4"
 FOLDED = "fsdp=2,expert=2,context=2,tensor=2"
+share_programs()
 folder = Path(sys.argv[1])
 results: dict[str, object] = {"devices": len(jax.devices())}
 

@@ -355,3 +355,13 @@ def test_a_slow_command_does_not_cost_the_last_webhook(
     assert [document["text"] for document in received] == ["the last"]
     time.sleep(0.2)
     assert "was not taken within 5 s" in capfd.readouterr().err
+
+
+def test_without_a_hook_nothing_is_said_to_be_suppressed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alarms = Alarms(AlarmOptions(), tmp_path)
+    with alarms.sending():
+        alarms.tell("bad step", "step 3")
+        alarms.tell("bad step", "step 4")
+    assert capfd.readouterr().err == ""

@@ -323,6 +323,16 @@ def test_a_broken_array_is_refused_with_its_file(text: str, tmp_path: Path) -> N
     assert str(file) in refused.value.asked
 
 
+def test_a_template_that_is_not_jinja_is_told_from_a_conversation_that_it_refuses() -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(DataError, match="the template is not Jinja: line 2: ") as broken:
+        ChatTemplate("{{ messages }}\n{{ broken").render(messages)
+    assert "roles" not in broken.value.fix
+    with pytest.raises(DataError, match="the template refuses it: no users") as refused:
+        ChatTemplate("{{ raise_exception('no users') }}").render(messages)
+    assert "roles" in refused.value.fix
+
+
 def test_chatml_is_there_by_name(tmp_path: Path) -> None:
     renderer = RecordRenderer("f:1", Bytes(), None, (Bytes().end,))
     with pytest.raises(mw.DataError, match="no chat template") as refused:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -30,6 +32,7 @@ from meshwright.cli.output import write_json
 from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import parse_verb
 from meshwright.errors import ConfigError, MeshwrightError, TrainingError
+from meshwright.hardware.mesh import open_devices
 from meshwright.models.blocks.yarn import Yarn
 from meshwright.runs.catalogue import parameters_of
 from meshwright.runs.recipe import change_fields, find_recipe
@@ -91,6 +94,10 @@ SMALL = [
         (["train", "--supervise", "--out", "/proc/none"], 4, "it cannot be written"),
         (["train", "--out", ""], 2, "its value is empty, as of a shell variable that is not set"),
         (["evaluate", "/no/such/run"], 4, "it has no run.json"),
+        (["evaluate", ""], 2, "its value is empty, as of a shell variable that is not set"),
+        (["checkpoint", "move", "runs/a", ""], 2, "its value is empty"),
+        (["train", "--alarm.command="], 2, "its value is empty"),
+        (["train", "--init-from", ""], 2, "its value is empty"),
         (["show", "llama3-8b", "--mesh", "tensor=64"], 2, "N=32 does not divide: 32 = 0 * 64 + 32"),
         (["show", "llama3-8b", "--mesh", "fsdp=3000"], 2, "no dimension divides by 3000"),
         (["tokenize", "stdlib", "--out", "/proc/none", "--tokenizer", "bytes"], 3, "writing tokens to /proc/none"),
@@ -566,6 +573,59 @@ def test_files_are_written_also_where_nobody_reads_the_output(tmp_path: Path) ->
     assert json.loads(plan.read_text())["target"] == "v5p:2x2x2" and page.read_text().startswith(
         "<!doctype html>"
     )
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [
+        (">&-", 0, ""),
+        (">&- 2>&- <&-", 0, ""),
+        ("> /dev/full", 10, "error: meshwright recipes"),
+    ],
+)
+def test_output_that_is_closed_or_full_is_no_traceback(
+    redirection: str, code: int, says: str
+) -> None:
+    command = f"{shlex.quote(sys.executable)} -m meshwright recipes tiny {redirection}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stderr.startswith(says) and "Traceback" not in done.stderr
+
+
+def test_characters_that_the_output_lacks_are_escaped(tmp_path: Path) -> None:
+    code = (
+        "from meshwright.cli.main import _own_standard_output as own; own(); print('runs/\u00fc')"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "runs/\\xfc\n"
+
+
+def test_a_variable_that_jax_refuses_is_named() -> None:
+    environment = {**os.environ, "JAX_ENABLE_X64": "perhaps"}
+    command = [sys.executable, "-m", "meshwright", "show", "tiny"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "JAX_ENABLE_X64=perhaps" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_devices_that_jax_does_not_open_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[jax.Device]:
+        raise RuntimeError("Unable to initialize backend 'tpu': ABORTED: The TPU is in use")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    with pytest.raises(ConfigError, match="The TPU is in use") as refused_devices:
+        open_devices()
+    assert "meshwright doctor" in refused_devices.value.fix
+
+
+def test_settings_of_jax_under_which_no_step_runs_are_refused() -> None:
+    with jax.enable_x64(True), pytest.raises(ConfigError, match="64 bits"):
+        open_devices()
+    with jax.disable_jit(), pytest.raises(ConfigError, match="compile nothing"):
+        open_devices()
 
 
 def test_show_draws_the_batch_of_the_run() -> None:

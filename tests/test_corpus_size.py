@@ -123,7 +123,7 @@ resource.setrlimit(resource.RLIMIT_AS, (used(0)[1] + 2**30,) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, (int(used(0)[0]) + 20,) * 2)
 start, (seconds, before) = time.perf_counter(), used(1)
 corpus = load_corpus([str(folder)], "bytes", folder)
-train, held_out = split(corpus.files[0], seq, None)
+train, held_out = split(corpus.files[0], seq, None, "text.txt")
 opened = time.perf_counter() - start
 stream = build_stream([train], [1.0], 0)
 for i in range(taken):

@@ -134,7 +134,7 @@ def test_a_run_goes_on_as_without_the_flips_of_replicas(
 
     def train(out: Path, every: int) -> None:
         faults = Faults(check_replicas=every, check_bits=True)
-        run = flipped.replicated_run(tmp_path, "data=4", every, faults=faults)
+        run = flipped.replicated_run(tmp_path, "data=4", every, faults=faults, health=True)
         loop.train(loop.prepare_run(run, cache=cache), out)
 
     train(tmp_path / "clean", 1)

@@ -155,10 +155,15 @@ def test_windows_know_their_documents(tmp_path: Path) -> None:
 
 def test_training_and_held_out_text_do_not_overlap(tmp_path: Path) -> None:
     file = tokenize(str(write(tmp_path, "jsonl")), "bytes", tmp_path / "tokens")
-    train, rest = split(file, 8, 0.25)
+    train, rest = split(file, 8, 0.25, "text.txt")
     assert train.stop == rest.start and rest.stop == len(file.tokens)
-    with pytest.raises(DataError, match="a window takes 1001"):
-        split(file, 1000, 0.1)
+    with pytest.raises(DataError, match="a window takes 1001") as refused:
+        split(file, 1000, 0.1, "pages.jsonl")
+    assert refused.value.asked == "--seq 1000 with --data pages.jsonl"
+    longest = int(refused.value.fix.rpartition(" ")[2])
+    split(file, longest, 0.1, "pages.jsonl")
+    with pytest.raises(DataError):
+        split(file, longest + 1, 0.1, "pages.jsonl")
 
 
 LOWER = "".join(chr(97 + int(i)) for i in np.random.default_rng(0).integers(0, 26, 1600))
@@ -194,7 +199,7 @@ def test_mixing_keeps_its_weights_and_every_window_comes_once_a_pass(tmp_path: P
     assert lower.mean() == pytest.approx(0.75, abs=0.01)
     (tmp_path / "c.txt").write_text("".join(chr(33 + i % 90) for i in range(1000)))
     file = load_corpus([str(tmp_path / "c.txt")], "bytes", tmp_path / "cache").files[0]
-    windows = split(file, 10, 0.1)[0]
+    windows = split(file, 10, 0.1, "text.txt")[0]
     stream = build_stream([windows], [1.0], 0)
     first = [tuple(stream[i]["inputs"]) for i in range(len(windows))]
     second = [tuple(stream[i]["inputs"]) for i in range(len(windows), 2 * len(windows))]
@@ -209,7 +214,7 @@ def test_mixing_keeps_its_weights_and_every_window_comes_once_a_pass(tmp_path: P
 def test_held_out_batches_count_every_sample_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij" * 100)
     file = load_corpus([str(tmp_path / "a.txt")], "bytes", tmp_path / "cache").files[0]
-    rest = split(file, 10, 0.3)[1]
+    rest = split(file, 10, 0.3, "text.txt")[1]
     sharding = NamedSharding(build_mesh(MeshShape(data=4)), BATCH_SPEC)
     batches = list(held_out_batches([rest], samples=0, batch=8, sharding=sharding))
     assert sum(float(batch.weights.sum()) for batch in batches) == len(rest) * 10

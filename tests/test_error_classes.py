@@ -292,7 +292,14 @@ WIDE = {
     "BaseException",
 }
 """Types that hold errors that may pass."""
-EXPLAINERS = {"by_class", "unwritable", "unreadable", "write_error", "_fail_together"}
+EXPLAINERS = {
+    "by_class",
+    "unwritable",
+    "unwritable_file",
+    "unreadable",
+    "write_error",
+    "_fail_together",
+}
 """Functions that return an error by the class of its cause."""
 NOT_FILES = {
     "hardware.hosts": "sockets with which hosts join: whoever waits there has a deadline of its own",

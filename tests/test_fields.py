@@ -136,7 +136,8 @@ def base_run(changes: dict[str, Any]) -> Run:
     family = rest.pop("family", "llama")
     model: Any = {**MODELS, "mtp": WITH_MTP, "sparse": DEEPSEEK_SPARSE}[family]
     sizes = {name: rest.pop(name) for name in ("layers", "vocab", "head_size") if name in rest}
-    return tiny_run(dataclasses.replace(model, **sizes), rest.pop("mesh", MESH), **rest)
+    mesh = rest.pop("mesh", MESH)
+    return tiny_run(dataclasses.replace(model, **sizes), mesh, **{"health": True, **rest})
 
 
 def changed(run: Run, field: str, value: Any) -> Run:

@@ -168,7 +168,8 @@ def test_a_weight_that_is_not_a_number_is_found_in_the_step_again(
     mesh: str, changes: dict[str, int]
 ) -> None:
     """Layer 1's output projection is the first that makes numbers that are none; the gradients of all are."""
-    device_run = device_run_of(tiny_run(MODELS["llama"], mesh, dropout=0.0, **changes))
+    run = tiny_run(MODELS["llama"], mesh, dropout=0.0, health=True, **changes)
+    device_run = device_run_of(run)
     state = device_run.initial_state()
     target = named_leaves(state.params)["blocks.attention_out"]
     spoilt = np.array(target)
@@ -183,7 +184,7 @@ def test_a_weight_that_is_not_a_number_is_found_in_the_step_again(
 
 
 def test_a_bad_sequence_is_named() -> None:
-    device_run = device_run_of(tiny_run(MODELS["llama"], "data=4", dropout=0.0))
+    device_run = device_run_of(tiny_run(MODELS["llama"], "data=4", dropout=0.0, health=True))
     batch = random_batch(device_run)
     weights = np.array(batch.weights)
     weights[9] = np.nan

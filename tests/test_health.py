@@ -66,7 +66,7 @@ class Taken:
 
 
 def taken(family: str, mesh: str, **changes: Any) -> Taken:
-    return Taken(tiny_run(MODELS[family], mesh, dropout=0.0, **changes))
+    return Taken(tiny_run(MODELS[family], mesh, **{"health": True, "dropout": 0.0, **changes}))
 
 
 def norms(x: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:
@@ -126,7 +126,7 @@ def test_health_is_that_of_one_device(family: str, mesh: str, changes: dict[str,
     if "layers" in changes:
         model = dataclasses.replace(model, layers=changes.pop("layers"))
     # The log-sum-exp is that of a kernel that computes by blocks.
-    shared = {"attention_kernel": "blocked", "dropout": 0.0}
+    shared: dict[str, Any] = {"health": True, "attention_kernel": "blocked", "dropout": 0.0}
     one = {name: value for name, value in changes.items() if name != "microbatches"}
     sides = [
         Taken(tiny_run(model, "data=1", **shared, **one)).first,

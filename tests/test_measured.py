@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import shared_programs
-from measured import TIERS, Cost, Meter, read_tiers, tiers_of, undeclared
+from measured import KEPT, TIERS, Cost, Meter, Part, read_tiers, tiers_of, undeclared
 
 
 @pytest.mark.compiles
@@ -41,6 +41,36 @@ def test_the_cheapest_row_of_a_test_stays_fast_and_ci_has_a_limit() -> None:
         "a.py::x[1]": "long",
     }
     assert set(tiers_of(costs, 100.0, 200.0).values()) == {"exhaustive"}
+
+
+def test_what_is_kept_is_at_most_exhaustive() -> None:
+    costs = {"a.py::x[1]": 9.0, "a.py::x[2]": 8.0, "a.py::y": 40.0}
+    assert tiers_of(costs, 0.0, 50.0, kept={"a.py::y"}) == {
+        "a.py::y": "exhaustive",
+        "a.py::x[2]": "exhaustive",
+        "a.py::x[1]": "long",
+    }
+
+
+def test_the_kept_tests_exist_and_no_list_calls_them_long() -> None:
+    tiers = read_tiers()
+    for name in KEPT:
+        file, _, test = name.partition("[")[0].partition("::")
+        assert f"def {test}(" in (TIERS.parents[1] / file).read_text(), name
+        assert tiers.get(name) != "long"
+
+
+def test_all_parts_together_run_each_test_once() -> None:
+    tests = [f"a.py::x[{row}]" for row in range(21)]
+    parts = [Part(f"{number}/8").names(reversed(tests)) for number in range(1, 9)]
+    assert sorted(name for part in parts for name in part) == sorted(tests)
+    assert {len(part) for part in parts} == {2, 3}
+
+
+@pytest.mark.parametrize("text", ["0/8", "9/8", "3", "a/b", "-1/8"])
+def test_a_part_that_there_is_not_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match="1/8, 2/8"):
+        Part(text)
 
 
 def test_the_fast_tests_have_a_limit_together() -> None:

@@ -120,7 +120,7 @@ def test_a_layer_is_recomputed_when_its_gradient_is_there(
 def test_a_layer_of_a_period_has_its_gradients_before_the_next(model: str, barriers: int) -> None:
     """The gradient of a layer's input waits for those of its weights: two in the loop, and one after it."""
     device_run = device_run_of(
-        tiny_run(PATTERNS.get(model) or MODELS[model], "data=1", remat="none", health=False)
+        tiny_run(PATTERNS.get(model) or MODELS[model], "data=1", remat="none")
     )
     step = jax.jit(build_train_step(device_run)).trace(
         device_run.abstract, device_run.abstract_batch

@@ -301,7 +301,6 @@ def test_planned_traffic_beside_the_exchange_is_the_compiled_programs(layout: st
         seq=32,
         dropout=0.0,
         z_loss=0.0,
-        health=False,  # its figures are numbers, which count beside so small a model
     )
     device_run = device_run_of(run)
     planned: dict[tuple[str, ...], float] = {}

@@ -18,6 +18,7 @@ from meshwright.planner.search import (
     Plan,
     candidate_schedules,
     is_roomy,
+    price_mesh,
     price_run,
     search,
     split_size,
@@ -178,7 +179,7 @@ BETTER = st.sampled_from(
 """Numbers of a chip, each of which makes no step slower when it grows."""
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     recipe=MODELS,
     machine=MACHINES,
@@ -195,7 +196,7 @@ def test_tokens_per_second_do_not_fall_as_the_batch_grows(
     assert large.estimate.tokens_per_second >= small.estimate.tokens_per_second * 0.999
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(recipe=MODELS, machine=MACHINES, what=BETTER)
 def test_no_better_chip_is_slower(recipe: str, machine: str, what: str) -> None:
     run, target = run_of(recipe, 64, 4096), parse_target(machine)
@@ -203,7 +204,7 @@ def test_no_better_chip_is_slower(recipe: str, machine: str, what: str) -> None:
     assert better.estimate.seconds <= best_plan(run, target).estimate.seconds * 1.001
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     recipe=MODELS,
     sizes=st.sampled_from(
@@ -223,3 +224,43 @@ def test_chip_hours_per_token_do_not_fall_as_chips_grow(
     fewer, more = (with_chip(parse_target(size), hbm_bytes=100.0) for size in sizes)
     hours = [best_plan(run, target).estimate.seconds * target.devices for target in (fewer, more)]
     assert hours[1] >= hours[0] * 0.999
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    recipe=st.sampled_from(["llama32-1b", "deepseek-v2-lite", "nemotron-h-8b", "gemma3-4b"]),
+    case=st.sampled_from(
+        [
+            ("h100:2x4", "fsdp=4,tensor=2"),
+            ("a100:2x4", "stage=2,fsdp=4"),
+            ("b200:8", "fsdp=4,context=2"),
+            ("v5p:2x2x2", "data=2,fsdp=4"),
+            ("2*v6e:2x4", "fsdp=8,tensor=2"),
+            ("rubin:8", "fsdp=8"),
+        ]
+    ),
+    sequences=st.sampled_from([8, 24, 64]),
+)
+def test_the_figures_of_a_plan_agree(recipe: str, case: tuple[str, str], sequences: int) -> None:
+    """Parts, bounds and exposed seconds are sums of one step, which no chip is faster than."""
+    target, shape = parse_target(case[0]), MeshShape.parse(case[1])
+    shape = dataclasses.replace(
+        shape, slices=target.slices, dcn_axis="fsdp" if target.slices > 1 else shape.dcn_axis
+    )
+    try:
+        best, smallest = price_mesh(
+            with_open_choices(run_of(recipe, sequences, 4096)), target, shape
+        )
+    except ConfigError:
+        return
+    plan = best or smallest
+    assert plan is not None
+    e = plan.estimate
+    waits = {kind: n for kind, n in e.seconds_by_bound.items() if kind != "input"}
+    assert sum(e.parts.values()) == pytest.approx(e.seconds, rel=1e-9)
+    assert sum(waits.values()) == pytest.approx(e.seconds, rel=1e-6)
+    assert sum(e.exposed.values()) == pytest.approx(e.parts["exposed"], abs=1e-9)
+    assert all(0 <= n <= e.busy[axes] * 1.0001 for axes, n in e.exposed.items())
+    assert min([*e.parts.values(), *e.bounds.values(), *e.memory.values()]) >= 0
+    assert 0 < e.mfu < 1 and e.tokens == sequences * 4096
+    assert e.bytes_in(e.peak_phase) >= e.bytes_in("start") > 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,14 +12,16 @@ import pytest
 from rich.console import Console
 from test_checkpoint_verb import save
 
+import meshwright as mw
 from meshwright.api.benchmarks import print_timings
 from meshwright.bench.microbenchmarks import CollectiveTiming
 from meshwright.bench.step_profile import Profile, ProfileRow
 from meshwright.cli.main import run
 from meshwright.planner.forecast import ForecastGap
+from meshwright.reporters.console import open_console
 from meshwright.views.blocks import Column, Facts, Table
 from meshwright.views.run_page import print_profile
-from meshwright.views.run_tables import print_forecast_gaps
+from meshwright.views.run_tables import print_forecast_gaps, print_summary
 from meshwright.views.terminal import text_of
 
 WIDTHS = (30, 40, 80, 200)
@@ -36,6 +39,26 @@ SMALL = [
     "--batch",
     "8",
 ]
+
+
+def test_a_terminal_without_a_size_gets_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    open_console().print("tiny on fsdp=2")
+    assert capsys.readouterr().out == "tiny on fsdp=2\n"
+
+
+def test_a_start_that_is_stopped_before_its_first_step_has_no_loss(tmp_path: Path) -> None:
+    numbers = {field.name: 0 for field in dataclasses.fields(mw.Summary)}
+    values = {**numbers, "loss": math.nan, "held_out_loss": None, "interrupted_by": 2}
+    summary = mw.Summary(**{**values, "goodput": {}, "out": tmp_path, "sample": ""})  # type: ignore[arg-type]
+    console = Console(file=io.StringIO(), width=120)
+    print_summary(console, summary)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "before its first step" in text
+    assert "nan" not in text and "the end of the first step" not in text
+
 
 VERBS: dict[str, list[str]] = {
     "show": ["show", "llama3-70b", "--mesh", "stage=2,fsdp=8,tensor=8"],

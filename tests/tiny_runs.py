@@ -86,6 +86,8 @@ TRAINING = Training(
     z_loss=1e-3,
     remat="full",
     eval_samples=32,
+    # A seventh of what compiling a tiny step takes. Tests of health, and pairs of features, have it.
+    health=False,
 )
 
 

@@ -9,6 +9,7 @@ import math
 import resource
 import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.callers import in_python, reads_options
@@ -209,6 +210,17 @@ def by_class(error: BaseException, refusal: MeshwrightError) -> MeshwrightError:
         return UnavailableError(refusal.asked, truth, f"{limit[1]}; then the same command")
     fix = "a look at this host's disks, mounts and network; the same command when they answer"
     return UnavailableError(refusal.asked, truth, fix)
+
+
+def unwritable_file(file: Path | str, error: OSError) -> MeshwrightError:
+    """Returns the error of a file of the user's that cannot be written, for now or at all."""
+    fix = "a folder that exists"
+    if Path(file).is_dir():
+        fix = f"a file in it, such as {Path(file) / 'result'}"
+    elif Path(file).parent.is_dir():
+        fix = "the name of a file that you may write"
+    truth = f"the file cannot be written: {reason_of(error)}"
+    return by_class(error, ConfigError(f"writing {file}", truth, fix))
 
 
 def limit_of(error: BaseException) -> tuple[str, str] | None:

@@ -130,7 +130,7 @@ def test_weights_in_low_precision_gather_ahead(precision: str) -> None:
 )
 def test_layers_with_experts_gather_ahead(family: str) -> None:
     """The balance loss of a layer's aux has a gradient too, and a stack of one layer has no layer ahead."""
-    run = tiny_run(MODELS[family], "fsdp=2,expert=2,tensor=2", remat="full")
+    run = tiny_run(MODELS[family], "fsdp=2,expert=2,tensor=2", remat="full", health=True)
     within = train(run, 3)
     ahead = train(
         dataclasses.replace(run, training=dataclasses.replace(run.training, gather_ahead="layer")), 3,

@@ -92,7 +92,8 @@ def run_of(row: dict[str, Any]) -> Run:
         n: row[n]
         for n in ("pipeline_schedule", "context_strategy", "microbatches", "remat", "layout")
     }
-    return tiny_run(model, row["mesh"], dropout=0.1 if row["family"] == "gpt2" else 0.0, **changes)
+    dropout = 0.1 if row["family"] == "gpt2" else 0.0
+    return tiny_run(model, row["mesh"], dropout=dropout, health=True, **changes)
 
 
 def uneven(run: Run) -> bool:

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[mw.Model, str, dict[str, Any]]] = {
 }
 every_case = pytest.mark.parametrize("case", CASES)
 LEFT_OUT = ("family with names of its own", "pipeline schedule")
-"""Cases whose census is left to `make test-all`: the other cases have the same collectives."""
+"""Cases whose census is not fast: the other cases have the same collectives."""
 census_cases = pytest.mark.parametrize(
     "case",
     [

@@ -11,7 +11,7 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from meshwright.api.verb import SIMULATED, Call, HostOptions, Outcome, start_devices, unwritable
+from meshwright.api.verb import SIMULATED, Call, HostOptions, Outcome, start_devices
 from meshwright.bench.calibration_file import calibration_path, write_calibration
 from meshwright.bench.hardware.run import check_sections, run_sections
 from meshwright.bench.hardware.section import Request, write_json_file
@@ -22,7 +22,14 @@ from meshwright.bench.microbenchmarks import (
     write_csv,
 )
 from meshwright.config import MeshShape
-from meshwright.errors import CensusError, ConfigError, TrainingError, by_class, reason_of
+from meshwright.errors import (
+    CensusError,
+    ConfigError,
+    TrainingError,
+    by_class,
+    reason_of,
+    unwritable_file,
+)
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import Hosts
 from meshwright.ranges import PositiveInt, Ranged
@@ -121,7 +128,7 @@ class BenchOptions(Ranged):
             try:
                 write_calibration(file, collectives=rows, mesh=str(shape))
             except OSError as error:
-                raise unwritable(file, error) from error
+                raise unwritable_file(file, error) from error
         return rows
 
     def _bench_hardware(self, console: Console) -> Outcome:

@@ -35,11 +35,10 @@ from meshwright.api.verb import (
     given_options,
     require_writable,
     start_devices,
-    unwritable,
 )
 from meshwright.bench.calibration_file import calibration_here
 from meshwright.config import MeshShape
-from meshwright.errors import CensusError, ConfigError
+from meshwright.errors import CensusError, ConfigError, unwritable_file
 from meshwright.formatting import format_bytes
 from meshwright.hardware.aot import topology_devices
 from meshwright.hardware.mesh import build_mesh
@@ -235,7 +234,7 @@ class ProveOptions(RunOptions):
                     f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census)
                 ).write(self.html)
         except OSError as error:
-            raise unwritable(error.filename, error) from error
+            raise unwritable_file(error.filename, error) from error
 
 
 def target_devices(target: Target) -> list[Any]:

@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError, MeshwrightError, by_class, reason_of
+from meshwright.errors import ConfigError, unwritable_file
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import ALONE, Hosts, hosts_of, join
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
@@ -135,9 +135,10 @@ def value_of(args: Sequence[str], name: str) -> str | None:
 
 
 def empty_error(name: str) -> ConfigError:
-    """Builds the error for an option whose value is empty."""
+    """Builds the error for an option, or a positional argument, whose value is empty."""
     truth = "its value is empty, as of a shell variable that is not set"
-    return ConfigError(f"{name} ''", truth, f"a value for {name}, or leave it out")
+    fix = f"a value for {name}" + (", or leave it out" if name.startswith("--") else "")
+    return ConfigError(f"{name} ''", truth, fix)
 
 
 def refuse_options(options: Any, names: Sequence[str], mode: str, fix: str) -> None:
@@ -177,18 +178,7 @@ def require_writable(files: Iterable[Path | None]) -> None:
                 probe.open("xb").close()
                 remove_file(probe, below=probe.parent)
         except OSError as error:
-            raise unwritable(file, error) from error
-
-
-def unwritable(file: Path | str, error: OSError) -> MeshwrightError:
-    """Returns the error of a file that cannot be written, for now or at all."""
-    fix = (
-        "the name of a file that you may write"
-        if Path(file).parent.is_dir()
-        else "a folder that exists"
-    )
-    truth = f"the file cannot be written: {reason_of(error)}"
-    return by_class(error, ConfigError(f"writing {file}", truth, fix))
+            raise unwritable_file(file, error) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,3 +268,4 @@ def start_devices(devices: int | None, shape: MeshShape | None, hosts: Hosts = A
             "create models and arrays in functions: mw.wrap(lambda key: Model(key), ...)",
         ) from error
     join(hosts)
+    mesh.open_devices()

@@ -12,11 +12,11 @@ import tyro
 
 from meshwright.api.finetuning import FinetuneOptions, check_start
 from meshwright.api.training import TrainOptions
-from meshwright.api.verb import Call, Outcome, RunOptions, unwritable, value_of
+from meshwright.api.verb import Call, Outcome, RunOptions, value_of
 from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import kind_of, parse_verb
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, unwritable_file
 from meshwright.hardware.targets import parse_target, refuse_announced
 from meshwright.launching.schedulers import SCHEDULERS, Job, accelerators_of, legal_name, pairs
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
@@ -103,7 +103,7 @@ class LaunchOptions(Ranged):
                 f"--write {self.write}", "it exists", "another file, or --overwrite"
             ) from error
         except OSError as error:
-            raise unwritable(self.write, error) from error
+            raise unwritable_file(self.write, error) from error
         hosts = "1 host" if job.hosts == 1 else f"{job.hosts:,} hosts"
         return Outcome(f"{self.write}: {hosts}. Start it with: {start} {self.write}\n")
 

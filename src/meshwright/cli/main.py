@@ -86,6 +86,8 @@ VERBS = {
 """Verb -> module with its options, `TrainOptions` of `train` or `ACTIONS` with those of each, and
 one line about it."""
 
+_STANDARD_ERROR = 2
+"""Number of the last standard stream."""
 _OPEN_FILES = 65536
 """Files that a process may have open, where the system lets it."""
 
@@ -93,6 +95,7 @@ _OPEN_FILES = 65536
 def main() -> None:
     """Runs the command `meshwright` and exits."""
     _choose_working_directory(sys.argv[1:])
+    _open_closed_streams()
     _own_standard_output()
     _allow_open_files()
     acknowledge_interrupts()
@@ -144,7 +147,8 @@ def _run_explained(args: Sequence[str]) -> tuple[int, str]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0, ""
     except Exception as error:
-        first = first_error(error) or _unavailable(error)
+        with command_line():
+            first = first_error(error) or _unavailable(error)
         if first is not None:
             return first.exit_code, _error_line(first)
         if not _trains_with_others():
@@ -187,8 +191,23 @@ def _run(args: Sequence[str]) -> int:
     if verb == "recipes":
         return _list_recipes(args[1:])
     with activity("load", "loading libraries", "loaded libraries"):
-        verbs = importlib.import_module("meshwright.cli.verbs")
+        verbs = _import_verbs()
     return verbs.run_verb(verb, args[1:])
+
+
+def _import_verbs() -> ModuleType:
+    """Imports the runner of verbs, and JAX with it.
+
+    Raises ConfigError for a variable of the environment that JAX refuses while it is imported.
+    """
+    try:
+        return importlib.import_module("meshwright.cli.verbs")
+    except ValueError as error:
+        variables = " ".join(f"{k}={v}" for k, v in os.environ.items() if k.startswith("JAX_"))
+        if not variables:
+            raise
+        fix = "a value that JAX knows, or unset the variable"
+        raise ConfigError(variables, reason_of(error), fix) from error
 
 
 def _list_recipes(args: Sequence[str]) -> int:
@@ -246,20 +265,34 @@ def _choose_working_directory(words: Sequence[str]) -> None:
         sys.path.append(os.getcwd())
 
 
+def _open_closed_streams() -> None:
+    """Opens standard streams that were closed (`>&-`), so that what is written there is discarded.
+
+    Otherwise the next file that is opened would have their number, and get what C libraries print.
+    """
+    number = os.open(os.devnull, os.O_RDWR)
+    while number <= _STANDARD_ERROR:
+        number = os.open(os.devnull, os.O_RDWR)
+    os.close(number)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(_STANDARD_ERROR, "w", closefd=False)
+
+
 def _own_standard_output() -> None:
     """Reserves standard output for this program.
 
     What C libraries print there goes to standard error.
     Gloo prints on file descriptor 1, in pieces that break lines of --json.
     """
-    if sys.stdout is None or sys.stderr is None:
-        return
     ours = os.dup(sys.stdout.fileno())
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    sys.stdout = Stream(
-        os.fdopen(ours, "wb"), sys.stdout.encoding, sys.stdout.errors, line_buffering=True
-    )
+    errors = sys.stdout.errors
+    if errors == "strict":  # PYTHONIOENCODING=ascii: what it lacks is escaped, as on standard error
+        errors = "backslashreplace"
+    sys.stdout = Stream(os.fdopen(ours, "wb"), sys.stdout.encoding, errors, line_buffering=True)
     sys.stderr = Stream(
         sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True
     )
@@ -312,4 +345,16 @@ def _leave(code: int, words: str) -> None:
     if words:
         with contextlib.suppress(OSError):  # a log on a full disk: the exit code remains
             print(words, end="", file=sys.stderr, flush=True)
+    _drop_unwritten_output()
     sys.exit(code)
+
+
+def _drop_unwritten_output() -> None:
+    """Discards output that could not be written, such as to a full disk, after its error was said.
+
+    Python would flush it again at its end, fail, and exit with 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

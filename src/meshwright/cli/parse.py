@@ -34,6 +34,10 @@ _CONFIG = (
 )
 
 
+_MAY_BE_EMPTY = ("prompt", "system", "text")
+"""Fields whose empty text is a text. Of any other option it is a shell variable that is not set."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Option:
     """One option, or one positional argument."""
@@ -134,6 +138,14 @@ def parse[Options](
         elif isinstance(value, tuple) and value and all(isinstance(path, Path) for path in value):
             object.__setattr__(parsed, field.name, tuple(map(path_of, value)))
     return parsed
+
+
+def _refuse_empty_words(words: Sequence[str], by_name: dict[str, Option]) -> None:
+    """Raises ConfigError for an empty positional argument, which would be the working directory."""
+    positional = [option for option in by_name.values() if option.positional]
+    for word, option in zip(words, positional, strict=False):
+        if not word and option.path[-1] not in _MAY_BE_EMPTY:
+            raise empty_error(option.names[0])
 
 
 def _own_value(parsed: Any, path: tuple[str, ...]) -> None:
@@ -360,7 +372,7 @@ def _gather(
 ) -> tuple[list[str], dict[Option, list[str]]]:
     """Returns the arguments with the values of repeated options together, and values by option.
 
-    Raises ConfigError for an unknown option, a number out of range, and a path that is empty.
+    Raises ConfigError for an unknown option, a number out of range, and an empty value.
     """
     free: list[str] = []
     given: dict[Option, list[str]] = {}
@@ -382,9 +394,10 @@ def _gather(
         if not option.several:
             values.clear()
         values += [value] if equals else []
+    _refuse_empty_words(free, by_name)
     words = [*free]
     for option, values in given.items():
-        if option.metavar.startswith("PATH") and "" in values:
+        if "" in values and option.path[-1] not in _MAY_BE_EMPTY:
             raise empty_error(option.names[0])
         if option.numbers is not None:
             several = len(values) if option.several else 1

@@ -41,7 +41,10 @@ def parse_verb(verb: str, args: Sequence[str]) -> Any:
             )
         if args[0] in ("-h", "--help"):
             write(f"usage: meshwright {verb} {'|'.join(kind)} OUT [options]\n\n")
-            write(columns({name: str(action.__doc__) for name, action in kind.items()}))
+            summaries = {
+                name: " ".join(str(action.__doc__).split()) for name, action in kind.items()
+            }
+            write(columns(summaries))
             raise SystemExit(0)
         if args[0] not in kind:
             raise ConfigError(

@@ -129,10 +129,14 @@ class ChatTemplate:
         reply = _renderer.ask(json.dumps(request))
         if "text" in reply:
             return str(reply["text"])
+        asked = "a conversation in the chat template"
+        another = "another template: --finetune.template FILE, or --chat-template FILE of generate"
+        if reply.get("of") == "template":
+            raise DataError(asked, f"the template is not Jinja: {reply['error']}", another)
         raise DataError(
-            "a conversation in the tokenizer's chat template",
+            asked,
             f"the template refuses it: {reply['error']}",
-            "roles and order of messages as the template has them, or --chat-template FILE.jinja",
+            f"roles and order of messages as the template has them, or {another}",
         )
 
 

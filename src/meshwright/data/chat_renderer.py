@@ -81,6 +81,8 @@ def _render(request: dict[str, Any]) -> dict[str, str]:
         }
         text = template.render({**request["tokens"], **request["variables"], **conversation})
         text.encode("utf-8")
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": f"line {error.lineno}: {error.message}", "of": "template"}
     except MemoryError:
         return {"error": f"it takes more than {MEMORY // 2**20} MiB"}
     except (

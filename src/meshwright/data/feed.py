@@ -126,20 +126,23 @@ def held_out_fraction(counts: Sequence[int], held_out: float | None) -> float | 
     return HELD_OUT if tenth else held_out
 
 
-def split(file: TokenFile, seq: int, held_out: float | None) -> tuple[Windows, Windows]:
+def split(
+    file: TokenFile, seq: int, held_out: float | None, source: str
+) -> tuple[Windows, Windows]:
     """Splits a token file into a training part and the held-out tail.
 
-    Raises DataError where either has no window.
+    source: what the user gave for it, in errors. Raises DataError where either part has no window.
     """
     total = len(file.tokens)
     border = held_out_border(total, held_out)
     train, rest = Windows(file, seq, 0, border), Windows(file, seq, border, total)
     if not len(train) or (held_out != 0 and not len(rest)):
+        longest = (border if held_out == 0 else min(border, total - border)) - 1
         raise DataError(
-            f"sequences of {seq} tokens from {file.folder}",
+            f"--seq {seq} with --data {source}",
             f"it has {total} tokens: {border} to train on and {total - border} to evaluate, "
             f"and a window takes {seq + 1}",
-            "more text, or a smaller --seq",
+            f"more text, or --seq {longest}" if longest >= 1 else "more text",
         )
     return train, rest
 

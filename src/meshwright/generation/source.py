@@ -40,8 +40,8 @@ class OpenedModel:
     """Where the weights are from, for reports: `runs/mine, step 500`."""
     chat: ChatTemplate | None = None
     positions: int | None = None
-    """Positions that the configuration of the weights names, `max_position_embeddings`;
-    None where there is none."""
+    """Positions that the configuration of the weights names, `max_position_embeddings`, or more of
+    a run that trained them on longer sequences; None without such a configuration."""
 
 
 def open_weights(
@@ -67,6 +67,7 @@ def open_weights(
         )
     run = run_of_source(source)
     device_run = place_for_decoding(run, mesh, devices)
+    trained = 0
     if is_hugging_face(name):
         tokenizer, origin = build_tokenizer(run.data.tokenizer, iter(())), name
         params = load_initial_weights(device_run)
@@ -77,12 +78,16 @@ def open_weights(
         with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
             params, manifest = checkpoints.restore_params(device_run, at)
         origin = f"{folder}, step {manifest.step}"
+        trained = run.training.seq if manifest.step else 0
     if run.finetune.method == "lora" or run.finetune.objective == "preferences":
         # A decode step reads a weight and its adapter as one, and no reference.
         device_run, params = merge_adapters(device_run, params)
     stops = read_end_tokens(kept) or (tokenizer.end,)
     chat = read_chat_template(folder)
-    positions = read_model(f"hf:{kept}").max_seq if (kept / "config.json").is_file() else None
+    positions = None
+    if (kept / "config.json").is_file():
+        named = read_model(f"hf:{kept}").max_seq
+        positions = named if named is None else max(named, trained)
     return OpenedModel(device_run, params, tokenizer, stops, origin, chat, positions)
 
 

@@ -97,6 +97,43 @@ def _keep_heap() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
+def open_devices() -> list[jax.Device]:
+    """Returns the devices of all processes; the first call opens them.
+
+    Raises ConfigError where JAX opens none, and for settings of JAX under which no step runs.
+    """
+    _check_settings()
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        platforms = jax.config.jax_platforms
+        reason = " ".join(str(error).split()).partition(" (set JAX_PLATFORMS")[0]
+        fix = "meshwright doctor, which asks for the devices and the drivers of this host"
+        truth = reason or "JAX opened no device"
+        if platforms:
+            truth = reason or f"JAX opened no device of the platform {platforms}"
+            fix = f"unset JAX_PLATFORMS, which is {platforms}, or {fix}"
+        raise ConfigError("the devices of this host", truth, fix) from error
+
+
+def _check_settings() -> None:
+    """Raises ConfigError for settings of JAX that change the types of a step, or compile none."""
+    if jax.config.jax_enable_x64:
+        raise ConfigError(
+            "JAX_ENABLE_X64=1",
+            "JAX would compute in 64 bits what the step, its layouts and its plans have in 32",
+            "unset JAX_ENABLE_X64",
+            'jax.config.update("jax_enable_x64", False)',
+        )
+    if jax.config.jax_disable_jit:
+        raise ConfigError(
+            "JAX_DISABLE_JIT=1",
+            "a step is compiled before it runs, and JAX would compile nothing",
+            "unset JAX_DISABLE_JIT",
+            'jax.config.update("jax_disable_jit", False)',
+        )
+
+
 def default_mesh_shape(devices: int) -> MeshShape:
     """Returns the mesh of a run that names none.
 
@@ -116,7 +153,7 @@ def first_devices(count: int | None) -> list[jax.Device]:
 
     Raises ConfigError where there are fewer.
     """
-    devices = jax.devices()
+    devices = open_devices()
     if count is None:
         return devices
     if not 1 <= count <= len(devices):

@@ -102,9 +102,9 @@ def note_of_length(tokens: int, positions: int | None, source: str) -> str:
     if positions is None or tokens <= positions:
         return ""
     return (
-        f"texts of {tokens:,} tokens are longer than max_position_embeddings of {source}, "
-        f"{positions:,}: the positions beyond are computed, and the weights were not trained on "
-        "them"
+        f"texts of {tokens:,} tokens are longer than the {positions:,} positions of {source} "
+        "(max_position_embeddings, or the sequences of its training): those beyond are computed, "
+        "and the weights were not trained on them"
     )
 
 

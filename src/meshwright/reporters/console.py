@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -47,7 +48,10 @@ def open_console(file: IO[str] | None = None) -> Console:
     A closed pipe silences it and raises nothing.
     """
     target = sys.stdout if file is None else file
-    width = None if target.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
+    columns = os.environ.get("COLUMNS")
+    width = None if target.isatty() or columns is not None else _PIPED_WIDTH
+    if columns and not columns.strip("0"):  # rich would write nothing into 0 columns
+        width = shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns
     return _PatientConsole(file=target, highlight=False, width=width)
 
 

@@ -422,7 +422,9 @@ def _prepare_text(
         if run.data.order == "megatron":
             order = _megatron_order(run, corpus)
         else:
-            parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
+            seq, held_out = run.training.seq, run.data.held_out
+            sources = zip(corpus.files, run.data.paths, strict=True)
+            parts = [split(file, seq, held_out, path) for file, path in sources]
     else:
         from meshwright.data.conversations import load_conversations
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwright.errors import ConfigError, by_class, reason_of
+from meshwright.errors import unwritable_file
 from meshwright.views.blocks import Block, Grid, Table, Text, Where
 from meshwright.views.charts import Drawing
 from meshwright.views.colours import css_variables
@@ -191,14 +191,7 @@ class Report:
         try:
             path.write_text(self.html(), encoding="utf-8")
         except OSError as error:
-            raise by_class(
-                error,
-                ConfigError(
-                    f"writing {path}",
-                    f"the file cannot be written: {reason_of(error)}",
-                    "a folder that exists",
-                ),
-            ) from error
+            raise unwritable_file(path, error) from error
 
 
 FRAME_BYTES = 200_000

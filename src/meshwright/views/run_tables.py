@@ -232,12 +232,14 @@ def _summary_facts(summary: loop.Summary, unit: str) -> list[tuple[str, str]]:
                 "--resume continues from there"
             )
         facts.append(("stopped", signal))
-    facts.append(("loss", f"{summary.loss:.4f} over the last steps"))
+    if summary.tokens:  # a start that a signal stops before its first step has no loss
+        facts.append(("loss", f"{summary.loss:.4f} over the last steps"))
     if summary.held_out_loss is not None:
         facts.append(("held-out loss", f"{summary.held_out_loss:.4f}"))
 
     amount = f"{format_count(summary.tokens)} {unit}"
-    started = f"{format_time(summary.start_seconds)} to the end of the first step"
+    until = "the end of the first step" if summary.tokens else "the signal"
+    started = f"{format_time(summary.start_seconds)} to {until}"
     if summary.compile_seconds:
         started += f", compiling the step {format_time(summary.compile_seconds)}"
     waited = format_time(summary.data_wait_seconds)
