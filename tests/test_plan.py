@@ -42,7 +42,7 @@ from meshwright.planner.pipeline import MicrobatchSeconds, lockstep
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import Matmul, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun, place_run
-from meshwright.runs.recipe import find_recipe
+from meshwright.runs.recipe import change_fields, find_recipe
 from meshwright.runs.settle import settle
 from meshwright.sharding.params import count_params
 from meshwright.sharding.schedules import build_counts
@@ -357,6 +357,26 @@ def test_rows_that_pad_the_stages_are_neither_layers_nor_gathered(
     assert one_layer[0] == pytest.approx(one_layer[1], rel=1e-9)
     assert gathered[0] == pytest.approx(gathered[1] * fraction[0], rel=1e-9)
     assert fraction[1] == 1
+
+
+def test_a_stage_keeps_rows_of_every_stack() -> None:
+    """As `prove` compiled it (CUDA plugin 0.12.0.1): of 97.0 GiB live 34 parts keep two dense rows and two of experts."""
+    run = find_recipe("deepseek-v3")
+    training = dataclasses.replace(
+        run.training,
+        batch=15_360,
+        seq=4096,
+        microbatches=120,
+        remat="projections",
+        stage_saves="layers",
+        pipeline_schedule="zbv",
+        matmul_precision="fp8",
+    )
+    run = dataclasses.replace(run, training=training, layout="zero1")
+    run = change_fields(run, None, {"expert_exchange": "fp8"})
+    placed = place_run(run, MeshShape.parse("stage=16,data=2,expert=64"))
+    planned = estimate(placed, parse_target("h100:2048")).bytes
+    assert planned == pytest.approx(104_146_173_231, rel=0.05)
 
 
 @pytest.mark.parametrize("chip", ["b200", "h100", "v5p"])

@@ -134,6 +134,9 @@ class Work:
     """Roles whose outputs the backward pass reads: policies that save names compute them again."""
     expert_hidden: float = 0.0
     """Of `ffn_hidden`, elements of the hidden layers of routed experts."""
+    hidden_of_stacks: tuple[tuple[str, float], ...] = ()
+    """Elements per token of the hidden layer of each stack's feed-forward, of which `ffn_hidden` is
+    the most."""
     indexers: IndexWork = IndexWork()
     """FLOPs and scores of the indexers of all layers, by pass."""
     over_tensor: float = 0.0
@@ -186,6 +189,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         expert_width=stage.expert_width(),
         expert_latent=stage.expert_latent(),
         expert_hidden=stage.ffn_hidden(stage.expert_weights),
+        hidden_of_stacks=tuple(stage.hidden_of_stacks(weights).items()),
         expert_layers=stage.expert_layers(),
         ungathered_layers=fraction * _ungathered_layers(layout, weights),
         twice_gathered_layers=fraction * _twice_gathered_layers(layout),
@@ -266,10 +270,13 @@ class _HeaviestStage:
         totals = [sum(column) for column in zip(IndexWork(), *by_layer, strict=True)]
         return IndexWork(*(self._of_heads(total) for total in totals))
 
+    def hidden_of_stacks(self, weights: "Iterable[_Weight]") -> dict[str, float]:
+        """Returns the elements per token of the hidden layer of each stack's feed-forward."""
+        return _hidden_elements(weights, self.expert_rows, self.tokens)
+
     def ffn_hidden(self, weights: "Iterable[_Weight]") -> float:
         """Returns the elements per token of the widest feed-forward's hidden layer."""
-        hidden = _hidden_elements(weights, self.expert_rows, self.tokens)
-        return max(hidden.values(), default=0.0)
+        return max(self.hidden_of_stacks(weights).values(), default=0.0)
 
     def experts_per_token(self) -> float:
         """Returns the experts of a token; 0 in a dense model."""
