@@ -42,7 +42,13 @@ HEADS = 128
 GROUP = 4
 """Query heads of a key head in tokamax's kernels, whose backward kernel adds their gradients in HBM; in JAX's the
 bundles are the same for all."""
-TOKAMAX = ((2048, 2048, 512), (1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
+TOKAMAX = (
+    (2048, 2048, 512),
+    (2048, 1024, 1024),
+    (1024, 1024, 512),
+    (1024, 1024, 1024),
+    (512, 512, 512),
+)
 """Blocks of tokamax's kernels."""
 
 
