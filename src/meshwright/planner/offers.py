@@ -417,21 +417,17 @@ def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | No
             f"--prices FILE with a row of the chip {chips[0]}",
         )
 
-    def excess(offer: Offer) -> float:
-        """Returns how many times a plan is above the limits."""
-        excess_days = offer.days / (days or math.inf)
-        excess_dollars = (offer.dollars or 0.0) / (dollars or math.inf)
-        return max(excess_days, excess_dollars)
-
     fastest = min(offers, key=lambda offer: offer.days)
     lines = [f"fastest:  {_line(fastest)}"]
     if dollars is not None:
         cheapest = min(priced, key=lambda offer: offer.dollars or 0.0)
         lines.append(f"cheapest: {_line(cheapest)}")
-    close = min(offers if dollars is None else priced, key=excess)
-    fewer = close.tokens / 1e9 / excess(close)
+    possible = offers if dollars is None else priced
+    close = min(possible, key=lambda offer: _excess(offer, days, dollars))
+    excess = _excess(close, days, dollars)
+    fewer = close.tokens / 1e9 / excess
     lines.append(
-        f"nearest:  {_line(close)}, {excess(close):.3g} times the limit: {fewer:,.0f} B tokens "
+        f"nearest:  {_line(close)}, {excess:.3g} times the limit: {fewer:,.0f} B tokens "
         "would keep it"
     )
     fixes = []
@@ -446,6 +442,13 @@ def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | No
         "none of the plans keeps it:\n    " + "\n    ".join(lines),
         f"{' '.join(fixes)}{more_chips}, or fewer --tokens",
     )
+
+
+def _excess(offer: Offer, days: float | None, dollars: float | None) -> float:
+    """Returns how many times the days or dollars of a plan are those of the limits."""
+    excess_days = offer.days / (days or math.inf)
+    excess_dollars = (offer.dollars or 0.0) / (dollars or math.inf)
+    return max(excess_days, excess_dollars)
 
 
 def _line(offer: Offer) -> str:
