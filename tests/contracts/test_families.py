@@ -10,14 +10,9 @@ from hf_models import EIGHT_DEVICES, MESHES, ROWS, assert_near, read
 
 FAST = ("llama", "mixtral")
 """A dense family, and one with experts; the others are exhaustive."""
-MISSED = ("gpt-oss", "olmo-2")
-"""Rows that miss 1e-5 on their meshes with the drawn weights (docs/log.md): they are `long`, and expected to."""
 
 
 def marks_of(row: str) -> tuple[pytest.MarkDecorator, ...]:
-    if row in MISSED:
-        missed = pytest.mark.xfail(raises=AssertionError, reason="misses 1e-5 (docs/log.md)")
-        return (pytest.mark.long, missed)
     if row in FAST:
         return ()
     return (pytest.mark.exhaustive,)
