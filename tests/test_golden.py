@@ -25,4 +25,4 @@ def test_every_script_has_its_files_and_they_are_small() -> None:
     made_by = {Path(file).name for name in NAMES for file in read(name)[0]["made_by"]}
     scripts = {path.name for path in hf_models.PEERS.glob("*.py")} - set(NOT_SCRIPTS)
     assert scripts <= made_by and set(hf_models.ROWS) <= set(NAMES)
-    assert sum(file.stat().st_size for file in FILES.iterdir()) < 12.5e6
+    assert sum(file.stat().st_size for file in FILES.iterdir()) < 12.75e6
