@@ -124,6 +124,7 @@ DELETES = {
     "checkpoint/move.py": "verb `checkpoint move`, under the locks of both folders",
     "checkpoint/steps.py": "oldest checkpoints of the run that holds the lock of the folder",
     "bench/hardware/run.py": "results of an earlier run in the folder that the user named",
+    "bench/slow_steps.py": "traces that this process took, in its own folder, after it has read them",
     "data/cache_entries.py": "verb `cache`, under the lock of the entry",
     "data/conversations.py": "folder of its own, under a random name",
     "data/tokenizing.py": "unfinished token file, under its lock",
