@@ -464,7 +464,7 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
         ),
         (["train", "--processes", "2"], "--coordinator and --process are not given"),
         (["recipes", "--jsn"], "one option, --json"),
-        (["recipes", "qwn"], "none of the 80 recipes has all of these words"),
+        (["recipes", "qwn"], "none of the 83 recipes has all of these words"),
         (["checkpoint"], "it takes one of list, inspect, verify, move, then OUT"),
         (
             ["plan", "llama3-8b", "--on", "h100:8", "--tokens-per-step", "1000"],

@@ -77,7 +77,7 @@ _NARROW = 30
 def columns(rows: Mapping[str, str]) -> str:
     """Formats names and descriptions in two columns.
 
-    In a narrow terminal each description is below its name.
+    In a narrow terminal each description is below its name, which is wrapped where it is too long.
     """
     width = shutil.get_terminal_size((120, 24)).columns
     column = max(map(len, rows), default=0) + 2
@@ -85,6 +85,9 @@ def columns(rows: Mapping[str, str]) -> str:
     for name, docstring in rows.items():
         description = " ".join(docstring.split())
         if width - column < _NARROW:
+            if len(name) > width:
+                words = " ".join(name.split())
+                name = textwrap.fill(words, width, break_on_hyphens=False)
             below = textwrap.fill(description, width, initial_indent="  ", subsequent_indent="  ")
             text += f"{name}\n{below}\n"
         else:
