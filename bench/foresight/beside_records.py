@@ -12,7 +12,7 @@ from meshwright.config import MeshShape
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.records import record_of, records_of
 from meshwright.planner.search import Plan, price_mesh
-from meshwright.runs.recipe import find_recipe
+from meshwright.runs.recipe import change_fields, find_recipe
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))
@@ -36,6 +36,8 @@ class Case:
     """Name of the model in planner/data/records.json."""
     precision: str = "compute"
     layout: str = "auto"
+    exchange: str = "compute"
+    """Type in which rows are sent to experts."""
 
 
 CASES = (
@@ -56,6 +58,7 @@ CASES = (
         "DeepSeek-V3",
         "fp8",
         "folded",
+        "fp8",
     ),
 )
 
@@ -73,6 +76,8 @@ def plan_of(case: Case) -> Plan:
         matmul_precision=case.precision,
     )
     run = dataclasses.replace(run, mesh=shape, training=training, layout=case.layout)
+    if case.exchange != "compute":
+        run = change_fields(run, None, {"expert_exchange": case.exchange})
     best, _ = price_mesh(run, parse_target(case.target), shape)
     assert best is not None, f"{case} does not fit"
     return best
@@ -87,6 +92,8 @@ def row_of(case: Case) -> str:
     name = f"{case.recipe}, {case.target}, {case.batch:,} x {case.seq:,}"
     if case.precision != "compute":
         name += f", {case.precision}"
+    if case.exchange != "compute":
+        name += f", rows sent in {case.exchange}"
     cells = [name, plan.name, f"{e.seconds:.3g}", f"{rate:,.0f}", f"{e.mfu:.1%}"]
     same = next((r for r in records_of(e, precision) if r.model == case.published), None)
     of_chip = record_of(e, precision)
