@@ -176,7 +176,7 @@ def samples(tmp_path: Path, shards: int, cursor: int, steps: int, seed: int = 0)
         parts.append(
             load_corpus([str(tmp_path / f"{name}.txt")], "bytes", tmp_path / "cache").files[0]
         )
-    windows = [split(part, 8, 0.1)[0] for part in parts]
+    windows = [split(part, 8, 0.1, "text")[0] for part in parts]
     mesh = build_mesh(MeshShape(data=shards))
     feed = Feed(
         build_stream(windows, [0.75, 0.25], seed), BatchRamp((), 8), seq=8, taken=0, cursor=cursor, steps=steps,

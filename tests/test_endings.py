@@ -96,7 +96,7 @@ def test_processes_end_in_one_place() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr == "_exit" and module != "last_words.py"
     ]
-    assert found == ["bench/hardware/section.py:163"], (
+    assert found == ["bench/hardware/section.py:168"], (
         "last_words.leave waits for no reader and no lock"
     )
 

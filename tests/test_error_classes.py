@@ -421,6 +421,7 @@ def decided_by_words(tree: ast.Module) -> list[int]:
 
 WORDS = {
     "statuses": "the one reader of errors of libraries that have no type and no number",
+    "hardware.mesh": "leaves JAX's advice out of the reason; every error of opening devices has one class",
 }
 
 

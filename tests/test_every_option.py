@@ -122,7 +122,9 @@ def test_a_number_is_accepted_or_refused_with_its_option_and_its_range(
             if not legal:
                 assert option.names[0] in error.asked and option.names[0] in error.fix, str(error)
                 assert re.fullmatch(
-                    r"it takes a .* ?(of at least|above|at most|a multiple of) .*", error.truth
+                    r"it takes a .* ?(of at least|above|at most|a multiple of) .*"
+                    r"|its value is empty, as of a shell variable that is not set",
+                    error.truth,
                 ), str(error)
         else:
             assert legal, f"{value!r} is accepted"

@@ -648,7 +648,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "fields of another model": (
         {"index_topk": 2048, "kv_lora_rank": 512},
-        "it has index_topk 2048 (a sparse indexer, which chooses the tokens that attention sees), "
+        "it has index_topk 2048 (a sparse indexer, which chooses the tokens to attend to), "
         "kv_lora_rank 512 (multi-head latent attention), which Meshwright does not compute for LlamaForCausalLM",
         "delete index_topk, kv_lora_rank from the file",
     ),
