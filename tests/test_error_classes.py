@@ -43,6 +43,7 @@ from meshwright.errors import (
     class_of,
     limit_of,
     reason_of,
+    shell_word,
 )
 from meshwright.hardware import agreement
 from meshwright.launching.restarts import REFUSED, restarts
@@ -689,3 +690,37 @@ def test_a_process_that_is_alone_is_not_asked_for_its_devices(
 
 def test_host_errors_restart() -> None:
     assert restarts(HostError.exit_code) and restarts(UnavailableError.exit_code)
+
+
+_COMMAND = re.compile(r"meshwright [a-z ]+(--[a-z]+ )?$")
+"""Literal part of a command, before a value."""
+_NO_PATH = frozenset(
+    {"self.verb", "verb", "run.name", "machine", "self.on", "arg", "hosts.process", "found[1]"}
+)
+"""Values of such commands that are no paths: verbs, recipes, machines, numbers; a word of a command as it is."""
+
+
+def unquoted_paths(tree: ast.AST) -> list[int]:
+    """Lines with an f-string of a command whose value a shell would split at a space."""
+    found = []
+    for text in (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)):
+        before = ""
+        for part in text.values:
+            if isinstance(part, ast.Constant):
+                before = str(part.value)
+                continue
+            assert isinstance(part, ast.FormattedValue)
+            value = ast.unparse(part.value)
+            quoted = value.startswith("shell_word(") or "join(" in value
+            if _COMMAND.search(before) and not quoted and value not in _NO_PATH:
+                found.append(part.lineno)
+            before = ""
+    return found
+
+
+def test_paths_in_printed_commands_are_quoted() -> None:
+    """A run in `my runs/a` is resumed by the command that its error prints."""
+    assert {name: lines for name, tree in modules() if (lines := unquoted_paths(tree))} == {}
+    assert unquoted_paths(ast.parse('f"meshwright train --out {out} --resume"')) == [1]
+    assert unquoted_paths(ast.parse('f"meshwright view {shell_word(out)}"')) == []
+    assert shell_word(Path("my runs/a")) == "'my runs/a'"

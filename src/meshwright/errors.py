@@ -7,6 +7,7 @@ import enum
 import errno
 import math
 import resource
+import shlex
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -156,6 +157,11 @@ def refuse(*cases: tuple[bool, str, str, str]) -> None:
     for wrong, asked, truth, fix in cases:
         if wrong:
             raise ConfigError(asked, truth, fix)
+
+
+def shell_word(value: object) -> str:
+    """Returns a value as a word of a command in a fix: quoted where a shell would split it."""
+    return shlex.quote(str(value))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.documents import GGUF_KIND
+from meshwright.errors import shell_word
 from meshwright.storage.paths import path_of
 
 _MODEL_FILES = ("config.json", "adapter_config.json")
@@ -65,7 +66,7 @@ def find_checkpoint_kind(folder: Path) -> PathKind | None:
     None for any other folder."""
     for file, summary in _CHECKPOINTS.items():
         if (folder / file).is_file():
-            fix = f"hf:OUT, after meshwright convert {folder} OUT"
+            fix = f"hf:OUT, after meshwright convert {shell_word(folder)} OUT"
             return PathKind(summary, fix, fix)
     return None
 
@@ -120,7 +121,10 @@ def _run_folder(folder: Path, path: Path) -> PathKind:
     if path != folder:
         summary = f"inside the output folder {folder} of a run"
     # Only `train` has --resume; the Run is named for every verb.
-    run = f"--run {folder / 'run.json'}; to continue it: meshwright train --out {folder} --resume"
+    run = (
+        f"--run {shell_word(folder / 'run.json')}; to continue it: meshwright train --out "
+        f"{shell_word(folder)} --resume"
+    )
     return PathKind(summary, run, str(folder))
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from meshwright.api.training import TrainOptions, resumed_folder, train
 from meshwright.api.verb import Base, Call, Outcome, base_run, value_of
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, shell_word
 from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.runs.recipe import change_fields, find_recipe
@@ -81,7 +81,7 @@ def _check_same_source(source: str, run: Run, out: str) -> None:
         raise ConfigError(
             f"finetune {source} --out {out} --resume",
             f"the run in {out} started from {run.init_from}",
-            f"finetune --out {out} --resume to continue it, or another --out",
+            f"finetune --out {shell_word(out)} --resume to continue it, or another --out",
         )
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from meshwright.api.verb import Call, CheckpointOptions, Outcome, start_devices
 from meshwright.config import MeshShape
 from meshwright.data.chat import TEMPLATES, ChatTemplate, Message, check_jinja, read_template
-from meshwright.errors import ConfigError, DataError, by_class, reason_of
+from meshwright.errors import ConfigError, DataError, by_class, reason_of, shell_word
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator, OnText
 from meshwright.generation.sampling import Sampling
@@ -121,16 +121,15 @@ class GenerateOptions(CheckpointOptions):
         prompts = [*([] if self.text is None else [self.text]), *self.prompt]
         if self.prompts is None:
             if not prompts and sys.stdin.isatty() and not self.chat:
-                command = f"meshwright generate {self.source}"
+                command = f"meshwright generate {shell_word(self.source)}"
                 truth = "there is no prompt, and standard input is a terminal"
                 raise ConfigError(command, truth, f'{command} "Once upon a time"')
             return prompts or None
         file, asked = self.prompts, f"--prompts {self.prompts}"
         fix = "a file of prompts in UTF-8, or -"
         if str(file) != "-" and not file.exists():
-            fix = (
-                f"{fix}; a prompt itself: meshwright generate {self.source} {json.dumps(str(file))}"
-            )
+            command = f"meshwright generate {shell_word(self.source)} {json.dumps(str(file))}"
+            fix = f"{fix}; a prompt itself: {command}"
         try:
             text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

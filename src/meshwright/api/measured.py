@@ -9,7 +9,7 @@ from meshwright.api.profiling import CALIBRATION
 from meshwright.api.targets import find_target, with_vocab
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, shell_word
 from meshwright.formatting import format_step
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.targets import Target, parse_target
@@ -47,10 +47,10 @@ def _traced_steps(folder: Path) -> Mapping[str, Any]:
     """Reads the calibration of an output folder.
     Raises ConfigError where it has no traced steps."""
     file = folder / CALIBRATION
-    calibration = read_calibration(file, _TRACE.format(folder))
+    calibration = read_calibration(file, _TRACE.format(shell_word(folder)))
     if "step" not in calibration:
         raise ConfigError(
-            f"--measured {folder}", f"{file} has no traced steps", _TRACE.format(folder)
+            f"--measured {folder}", f"{file} has no traced steps", _TRACE.format(shell_word(folder))
         )
     return calibration
 
@@ -70,7 +70,7 @@ def read_measured(folder: Path, on: str | None) -> MeasuredRun:
         raise ConfigError(
             asked,
             f"the trace is of mesh {step['mesh']}, and the run of {folder} has {run.mesh}",
-            _TRACE.format(folder),
+            _TRACE.format(shell_word(folder)),
         )
     for name in step["impossible"]:
         raise ConfigError(

@@ -36,7 +36,7 @@ from meshwright.api.verb import (
     value_of,
 )
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError, shell_word
 from meshwright.formatting import format_bytes, parse_count
 from meshwright.hardware.aot import require_compiler
 from meshwright.hardware.targets import Target, expand_targets, parse_target
@@ -219,9 +219,9 @@ class PlanOptions(OfferOptions, RunOptions):
                 name: record[name] for name in ("proofs", "tuned") if name in record
             }
             write_plan(best, best.target, self.out, compiled)
-            text = (
-                f"\nwritten: {self.out} (meshwright prove {self.out}, meshwright train {self.out})"
-            )
+            prove = f"meshwright prove {shell_word(self.out)}"
+            train = f"meshwright train {shell_word(self.out)}"
+            text = f"\nwritten: {self.out} ({prove}, {train})"
             console.print(text, markup=False, soft_wrap=True)
         return Outcome(record=record)
 

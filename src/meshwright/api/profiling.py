@@ -13,7 +13,7 @@ from rich.console import Console
 from meshwright.bench.calibration_file import write_calibration
 from meshwright.bench.slow_steps import WatchedRun
 from meshwright.bench.step_profile import ProfiledRun, parse_steps
-from meshwright.errors import Closing
+from meshwright.errors import Closing, shell_word
 from meshwright.hardware.targets import Target
 from meshwright.storage.writing import write_atomically
 from meshwright.trainer.loop import Trainable
@@ -93,4 +93,4 @@ def _rate_lines(step: Mapping[str, Any], out: Path) -> list[str]:
     rates = [f"{name} {value:.3g} {_UNITS[name]}".rstrip() for name, value in step["rates"].items()]
     lines = [f"measured rates of a device: {', '.join(rates) or 'none'}, in {out / CALIBRATION}"]
     lines += [f"not taken: {name}: {reason}" for name, reason in step["refused"].items()]
-    return [*lines, f"plan with them: meshwright plan --measured {out}"]
+    return [*lines, f"plan with them: meshwright plan --measured {shell_word(out)}"]

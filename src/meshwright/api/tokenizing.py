@@ -13,7 +13,7 @@ from meshwright.api.verb import Call, Outcome
 from meshwright.data.token_writer import SHARD_TOKENS
 from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import DESCRIPTION, is_token_file
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, shell_word
 from meshwright.formatting import parse_count
 from meshwright.ranges import Fraction, Ranged
 from meshwright.reporters.console import TokenizeReport, open_console
@@ -103,4 +103,4 @@ _DATA = re.compile(r"--data (\S+)")
 def _in_own_words(text: str, out: str | Path) -> str:
     """Returns a part of an error of reading text with the options of this verb."""
     text = text.replace("--faults.bad-records", "--bad-records").replace("--data.", "--")
-    return _DATA.sub(rf"meshwright tokenize \1 --out {out}", text)
+    return _DATA.sub(lambda found: f"meshwright tokenize {found[1]} --out {shell_word(out)}", text)

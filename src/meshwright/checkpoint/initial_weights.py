@@ -10,7 +10,7 @@ import jax
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.data.chat import TEMPLATES
-from meshwright.errors import WeightsError
+from meshwright.errors import WeightsError, shell_word
 from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.folder import (
     keep_files,
@@ -122,7 +122,7 @@ def changed_fields(run: Run) -> dict[str, tuple[Any, Any]]:
         fix = (
             f"{run.init_from} in the place of the recipe"
             if foreign
-            else f"--run {run.init_from}/run.json"
+            else f"--run {shell_word(f'{run.init_from}/run.json')}"
         )
         raise WeightsError(
             f"a {type(run.model).__name__} that starts from {run.init_from}", theirs, fix

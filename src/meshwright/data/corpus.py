@@ -24,7 +24,7 @@ from meshwright.data.tokenizers import Bytes, Tokenizer, build_tokenizer, is_lea
 from meshwright.data.tokenizing import learn_tokenizer, tokenize
 from meshwright.data.tokens import Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import parse_json
-from meshwright.errors import DataError
+from meshwright.errors import DataError, shell_word
 from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.signs import waiting
 from meshwright.storage.paths import in_bucket, path_of, place_of
@@ -171,7 +171,7 @@ def share(
                 f"process 0 reads its tokens in {folders[path]}, which {len(without)} hosts do "
                 f"not see, the "
                 f"first is host {without[0]}",
-                f"`meshwright tokenize {path} --out s3://BUCKET/FOLDER` and --data "
+                f"`meshwright tokenize {shell_word(path)} --out s3://BUCKET/FOLDER` and --data "
                 f"s3://BUCKET/FOLDER, which every "
                 "host reads; or MESHWRIGHT_CACHE in a folder that all hosts share; or that folder "
                 "on every host",

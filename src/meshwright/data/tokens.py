@@ -18,7 +18,6 @@ import contextlib
 import fcntl
 import functools
 import os
-import shlex
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
@@ -29,7 +28,7 @@ import numpy as np
 
 from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
 from meshwright.documents import LARGE, check_inside, checksum, read_json, read_text, seal
-from meshwright.errors import DataError, by_class, reason_of
+from meshwright.errors import DataError, by_class, reason_of, shell_word
 from meshwright.storage.attempts import attempt, is_file
 from meshwright.storage.paths import bucket_path, in_bucket, path_of
 from meshwright.storage.transfer import sha256_of
@@ -421,7 +420,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if record.get("format") != FORMAT:
         truth = f"tokens.json is of format {record.get('format')}, and this version reads {FORMAT}"
         again = (
-            f"meshwright tokenize {shlex.quote(str(record.get('source')))} --tokenizer "
+            f"meshwright tokenize {shell_word(record.get('source'))} --tokenizer "
             f"{folder}/tokenizer.json"
         )
         raise DataError(f"token file {folder}", truth, f"{again} --out ANOTHER_FOLDER")

@@ -30,7 +30,7 @@ import msgspec
 
 from meshwright.checkpoint.steps import committed_steps, unwritable
 from meshwright.documents import read_json, read_text
-from meshwright.errors import HostError, MeshwrightError, StorageError
+from meshwright.errors import HostError, MeshwrightError, StorageError, shell_word
 from meshwright.hardware.hosts import JOIN_SECONDS, PORT, Hosts
 from meshwright.launching import LIMIT
 from meshwright.launching.restarts import NoProgressError, Restarts, Tally, restarts
@@ -335,7 +335,8 @@ class Supervisor:
                 raise NoProgressError(
                     f"{self.verb} --supervise, after exit code {code}",
                     reason,
-                    f"look at the errors above; then meshwright {self.verb} --out {self.out} "
+                    f"look at the errors above; then meshwright {self.verb} --out "
+                    f"{shell_word(self.out)} "
                     "--resume, or a higher --restarts.most",
                 )
             # A start that made progress clears what went before.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright import last_words
-from meshwright.errors import MeshwrightError, StorageError
+from meshwright.errors import MeshwrightError, StorageError, shell_word
 from meshwright.storage.bucket import MISSING, BucketPath
 from meshwright.storage.removing import remove_file
 from meshwright.trainer.heartbeat import (
@@ -69,7 +69,9 @@ def bucket_locked(out: Path) -> Iterator[None]:
                     "nothing more, because two "
                     "runs in one folder would overwrite each other"
                 )
-                again = f"when the other has ended, meshwright train --out {out} --resume"
+                again = (
+                    f"when the other has ended, meshwright train --out {shell_word(out)} --resume"
+                )
                 _end(
                     LockError(
                         f"training in {out}",
@@ -91,7 +93,7 @@ def bucket_locked(out: Path) -> Iterator[None]:
                     f"{FREE:.0f} s another run may "
                     "take the folder over; this run stopped and saved nothing more"
                 )
-                fix = f"meshwright train --out {out} --resume, when the bucket is well"
+                fix = f"meshwright train --out {shell_word(out)} --resume, when the bucket is well"
                 _end(StorageError(f"keeping the lock on {out}", truth, fix))
 
     try:

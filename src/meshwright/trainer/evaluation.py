@@ -13,7 +13,7 @@ from meshwright.checkpoint.manifest import steps_to_take
 from meshwright.config import MeshShape
 from meshwright.data.feed import Samples, held_out_order
 from meshwright.data.tokenizers import Tokenizer
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, shell_word
 from meshwright.formatting import Shown, first_of
 from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hugging_face.hub import is_hugging_face
@@ -119,7 +119,9 @@ def check_source(source: str | Path, at: int | None) -> None:
         answer_of_the_first(lambda: steps_to_take(path_of(source) / "checkpoints", at))
     elif at is not None:
         truth = "a Hugging Face folder has one version of its weights"
-        raise ConfigError(f"{source} at step {at}", truth, f"meshwright evaluate {source}")
+        raise ConfigError(
+            f"{source} at step {at}", truth, f"meshwright evaluate {shell_word(source)}"
+        )
 
 
 def evaluate_prepared(

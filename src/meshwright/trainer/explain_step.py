@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.activity import activity
 from meshwright.data.batch import Batch
+from meshwright.errors import shell_word
 from meshwright.hardware.agreement import choose_together
 from meshwright.step.health import PARAMETER
 from meshwright.trainer.first_tensor import VALUES, Alarm, First, name_first
@@ -62,7 +63,7 @@ def explain_step(
             f"first tensor: {_tensor_line(alarm, first)}",
             f"samples: {_sample_line(prepared, batch, first, first_sample)}",
             f"device: {_device_line(state, first, hosts)}",
-            f"figures of every tensor: meshwright view {out}",
+            f"figures of every tensor: meshwright view {shell_word(out)}",
         ]
         work.result = lines[1]
         work.record = {

@@ -32,7 +32,7 @@ import jax
 
 from meshwright import last_words, signs
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.errors import ConfigError, HostError, StorageError, reason_of
+from meshwright.errors import ConfigError, HostError, StorageError, reason_of, shell_word
 from meshwright.hardware.agreement import (
     agree,
     answer_of_the_first,
@@ -592,7 +592,7 @@ class _Watch:
             if steps
             else f"{self.out} does not answer"
         )
-        again = f"meshwright train --out {self.out} --resume: {kept}"
+        again = f"meshwright train --out {shell_word(self.out)} --resume: {kept}"
         if steps == []:
             again = "the same command again: no checkpoint was committed"
         step, phase, _ = self.phases.now

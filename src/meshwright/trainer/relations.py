@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.config import Data, MeshShape, Optimizer
-from meshwright.errors import CheckpointError, ConfigError, nearest
+from meshwright.errors import CheckpointError, ConfigError, nearest, shell_word
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters import find_reporters
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -167,7 +167,8 @@ def check_output(run: Run, output: Output) -> None:
             raise CheckpointError(
                 f"resuming the run in {output.folder}",
                 "no checkpoint was committed there",
-                f"--resume-if-exists --out {output.folder}, which starts where there is none",
+                f"--resume-if-exists --out {shell_word(output.folder)}, "
+                "which starts where there is none",
                 'start="fresh"',
             )
         steps_to_take(checkpoints, output.at)
