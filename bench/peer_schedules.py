@@ -24,6 +24,7 @@ import peer_cases
 import peers
 from hlo_lines import with_elements
 from page_table import put_table
+from peer_tables import failure_of
 from second_reading import read_program
 
 HERE = Path(__file__).parent
@@ -132,7 +133,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
     for row in rows:
         if "census" not in row:
-            state = "does not fit" if "error" in row else "not scheduled yet"
+            state = failure_of(row["error"]) if "error" in row else "not scheduled yet"
             lines.append(f"| {row['setting']} | {state} | | |")
     return "\n".join(lines) + "\n"
 

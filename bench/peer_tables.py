@@ -120,7 +120,7 @@ def evidence(rows: list[Row]) -> str:
     for row in sorted(rows, key=lambda row: (list(CASES).index(row["case"]), row["side"])):
         head = f"| {row['case']} | {'MaxText' if row['side'] == 'maxtext' else 'Meshwright'} | {row['setting']} "
         if "error" in row:
-            lines.append(f"{head}| {_failure(row['error'])} | | | | | | |")
+            lines.append(f"{head}| {failure_of(row['error'])} | | | | | | |")
             continue
         second = row["second"]
         lines.append(
@@ -142,7 +142,8 @@ def _times(row: Row) -> str:
     return f"{row['census']['seconds']:#.3g}, {row['second']['seconds']:#.3g}"
 
 
-def _failure(error: str) -> str:
+def failure_of(error: str) -> str:
+    """Says why a program was not compiled, from the compiler's error."""
     return (
         "does not fit" if re.search("RESOURCE_EXHAUSTED|memory|HBM", error) else "does not compile"
     )

@@ -34,6 +34,10 @@ RELATIONS: dict[str, tuple[str, str]] = {
     "optimizer": ("--optimizer.name adam", "adamw"),
     "schedule": ("--optimizer.lr-schedule cosin", "cosine"),
     "group of learning rates": ("--optimizer.lr-groups nothing=2", "known: blocks."),
+    "bits without health": (
+        "--faults.check-bits --training.no-health",
+        "no --faults.check-bits",
+    ),
     "split of another order": ("--data.split 90,10,0", "leave it out"),
     "type of moments": (
         "--optimizer.name adafactor --optimizer.moment-dtype bfloat16",

@@ -179,7 +179,7 @@ BETTER = st.sampled_from(
 """Numbers of a chip, each of which makes no step slower when it grows."""
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     recipe=MODELS,
     machine=MACHINES,
@@ -196,7 +196,7 @@ def test_tokens_per_second_do_not_fall_as_the_batch_grows(
     assert large.estimate.tokens_per_second >= small.estimate.tokens_per_second * 0.999
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(recipe=MODELS, machine=MACHINES, what=BETTER)
 def test_no_better_chip_is_slower(recipe: str, machine: str, what: str) -> None:
     run, target = run_of(recipe, 64, 4096), parse_target(machine)
@@ -204,7 +204,7 @@ def test_no_better_chip_is_slower(recipe: str, machine: str, what: str) -> None:
     assert better.estimate.seconds <= best_plan(run, target).estimate.seconds * 1.001
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     recipe=MODELS,
     sizes=st.sampled_from(

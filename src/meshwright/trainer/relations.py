@@ -92,6 +92,12 @@ def check_run(
             "the run starts from no weights, whose tokenizer could be another",
             "--init-from hf:PATH, or no --data.other-tokenizer",
         )
+    if run.faults.check_bits and not run.training.health:
+        raise ConfigError(
+            "--faults.check-bits with --training.no-health",
+            "sums of bits are figures of a step's health, and this run measures none",
+            "no --training.no-health, or no --faults.check-bits",
+        )
     _check_order(run.data)
     if run.data.order == "megatron":
         answer_of_the_first(lambda: _check_megatron_order(run))

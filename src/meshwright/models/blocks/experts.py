@@ -480,9 +480,7 @@ class Experts(Kind):
         if self.shared or not folded:
             gathered_BTD = sequence_all_gather(h_BTD, 1)
         if folded:
-            y_BTD, dropped = self._routed_outputs(ctx, h_BTD, routes, w, text)
-            if dropped is not None:
-                dropped = all_reduce(dropped, TENSOR)
+            y_BTD, dropped = self._folded_outputs(ctx, h_BTD, routes, w, text)
             if self.shared:
                 y_BTD += sequence_reduce_scatter(self._shared_output(gathered_BTD, w), 1)
             return y_BTD, dropped
@@ -490,6 +488,21 @@ class Experts(Kind):
         if self.shared:
             y_BTD += self._shared_output(gathered_BTD, w)
         return sequence_reduce_scatter(y_BTD, 1), dropped
+
+    def _folded_outputs(
+        self,
+        ctx: ForwardContext,
+        h_BTD: jax.Array,
+        routes: Routes,
+        w: dict[str, Any],
+        text: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the outputs of routed experts that `tensor` splits too, for the tokens of this
+        device, and the pairs that were dropped on all devices of `tensor`."""
+        outputs, dropped = self._routed_outputs(ctx, h_BTD, routes, w, text)
+        if dropped is not None:
+            dropped = all_reduce(dropped, TENSOR)
+        return outputs, dropped
 
     def _latent_outputs(
         self,
@@ -508,9 +521,7 @@ class Experts(Kind):
         """
         z_BTZ = linear(h_BTD, w["latent_down"])
         if "tensor" in ctx.expert_axes:
-            routed_BTZ, dropped = self._routed_outputs(ctx, z_BTZ, routes, w, text)
-            if dropped is not None:
-                dropped = all_reduce(dropped, TENSOR)
+            routed_BTZ, dropped = self._folded_outputs(ctx, z_BTZ, routes, w, text)
         else:
             gathered_BTZ = sequence_all_gather(z_BTZ, 1)
             partial_BTZ, dropped = self._routed_outputs(

@@ -19,7 +19,7 @@ blocks of one size and no offset between chunks.
 
 Tokamax's public `splash_attention` returns no log-sum-exp, and its operator takes a window only as
 an array [T, T] and cannot be interpreted on a CPU. The kernel is therefore taken from
-`tokamax._src`: the extra pins the version, and a test names what is used.
+`tokamax._src`, whose names another version may change: the extra pins it, and tests run it.
 """
 
 import importlib.util
