@@ -467,7 +467,7 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
                 continue
             limit = math.inf if shape in include else fastest * _SLOWER
             found = _best_of_mesh(scheduled, target, refused, limit)
-            # A schedule that the trainer refuses has no price, and says nothing of the others.
+            # A schedule that the trainer refuses has no price, and rules out no other.
             if found.without_bubble < math.inf:
                 without_bubble[pipeline] = min(
                     found.without_bubble, without_bubble.get(pipeline, math.inf)
